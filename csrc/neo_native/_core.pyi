@@ -1,0 +1,176 @@
+"""Typed stub of the extension. Every call that computes or waits releases the GIL."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+# dtypes of protos/wire.hpp, made by the compiler
+geometry_dtype: np.dtype[Any]
+step_header_dtype: np.dtype[Any]
+step_row_dtype: np.dtype[Any]
+swap_dtype: np.dtype[Any]
+result_header_dtype: np.dtype[Any]
+result_row_dtype: np.dtype[Any]
+slot_params_dtype: np.dtype[Any]
+worker_row_dtype: np.dtype[Any]
+
+class NativeError(RuntimeError): ...
+class LayoutMismatchError(NativeError): ...  # says both values
+class SharedMemoryError(NativeError): ...  # "needs X, has Y"
+
+class SegmentKind:
+    CONTROL: SegmentKind
+    STEPS: SegmentKind
+    RESULTS: SegmentKind
+    SEQUENCES: SegmentKind
+    WORK: SegmentKind
+    EXCHANGE: SegmentKind
+    CPU_CACHE: SegmentKind
+    name: str
+
+def validate_geometry(geometry: Array) -> None:
+    """`geometry`: 0-d array of geometry_dtype. Raises ValueError that names field, value, limit."""
+
+def segment_bytes(geometry: Array, kind: SegmentKind) -> int:
+    """Size of a whole segment of this kind."""
+
+class Segment:
+    """One mapped segment. The mapping ends when the object and every view of it are gone."""
+
+    @staticmethod
+    def create(fd: int, kind: SegmentKind, geometry: Array, populate_threads: int = 1) -> Segment:
+        """Sizes, maps, populates and formats; `version` is stored last.
+
+        Raises SharedMemoryError when the file system has too little room."""
+    @staticmethod
+    def attach(fd: int, kind: SegmentKind, writable: bool = True) -> Segment: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+class Control:
+    """Worker table, liveness words, core leases. Any process."""
+
+    def __init__(self, segment: Segment) -> None: ...
+    @property
+    def geometry(self) -> Array: ...  # 0-d copy
+    def worker_rows(self) -> Array: ...  # copy, [max_workers] of worker_row_dtype
+    def set_stopping(self) -> None: ...  # server: workers leave
+    @property
+    def stopping(self) -> bool: ...
+    def request_drain(self, row: int) -> None: ...  # server: this worker leaves
+    def clear_row(self, row: int) -> None: ...  # server: the process behind it is gone
+
+class Sequences:
+    """Block tables, page tables, sampling parameters: numpy views of shared memory."""
+
+    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    params: Array  # [max_slots] of slot_params_dtype
+    block_table: Array  # uint32 [max_slots, max_blocks]
+    page_table: Array  # uint32 [max_slots, max_pages]
+
+class StepSlot:
+    """One ring slot. Views are valid until publish / release."""
+
+    header: Array  # 0-d, step_header_dtype
+    rows: Array  # [max_rows] step_row_dtype
+    swaps: Array  # [max_swaps] swap_dtype
+    tokens: Array  # int32 [max_tokens]
+
+class ResultSlot:
+    header: Array  # 0-d, result_header_dtype
+    rows: Array  # [max_rows] result_row_dtype
+
+class StepProducer:
+    """Server. A second producer of the same ring is refused (RuntimeError) while the first lives."""
+
+    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def acquire(self) -> StepSlot | None: ...  # None: ring full
+    def publish(self) -> None: ...
+    def reset(self) -> None: ...  # empties the ring; only while no consumer lives
+
+class StepConsumer:
+    """gpu_worker."""
+
+    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def wait(self, timeout_s: float) -> bool: ...  # True: front() has a slot
+    def front(self) -> StepSlot | None: ...
+    def release(self) -> None: ...
+
+class ResultProducer:
+    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def acquire(self) -> ResultSlot | None: ...
+    def publish(self) -> None: ...
+
+class ResultConsumer:
+    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def front(self) -> ResultSlot | None: ...
+    def release(self) -> None: ...
+    def reset(self) -> None: ...
+
+class CpuCache:
+    """Paged K and V in host memory. Rows come as arrays in act_dtype; 16-bit floats as uint16."""
+
+    def __init__(self, segment: Segment, sequences: Sequences, geometry: Array) -> None: ...
+    def store_rows(self, layer: int, slots: Array, positions: Array, k: Array, v: Array) -> None:
+        """One token per row. slots, positions: uint32 [n]; k, v: [n, n_kv_heads, head_dim]."""
+    def store_span(self, layer: int, slot: int, start: int, k: Array, v: Array) -> None:
+        """Tokens [start, start + n) of one slot. k, v: [n, n_kv_heads, head_dim]."""
+    def load_span(self, layer: int, slot: int, start: int, k: Array, v: Array) -> None:
+        """The reverse: fills k and v."""
+
+class Exchange:
+    """gpu_worker's side of the hand-over to the cpu workers."""
+
+    def __init__(
+        self, control: Control, work: Segment, exchange: Segment, geometry: Array
+    ) -> None: ...
+    def begin_plan(
+        self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
+    ) -> None:
+        """Writes the work descriptor; per sub-batch uint32 arrays of its decode_cpu rows (may be
+        empty). Chooses splits by the worker table's threads. Marks the pool active."""
+    def publish(self, channel: int, layer: int, q: Array) -> None:
+        """q: [n, n_heads, head_dim] in act_dtype, already stored K/V. Rings."""
+    def wait(self, channel: int, timeout_s: float) -> bool:
+        """Until the published job is done. False: time is up (the caller may wait on or abort)."""
+    def abort(self, channel: int) -> None:
+        """Gives the published job up."""
+    def collect(self, channel: int, out: Array) -> None:
+        """Merges the splits by log-sum-exp into out: [n, n_heads, head_dim] in act_dtype."""
+    def end_plan(self) -> None: ...
+    def live_workers(self) -> int: ...
+
+class AttentionWorker:
+    """The whole hot path of a cpu worker: threads that claim, attend, finish."""
+
+    def __init__(
+        self,
+        control: Control,
+        work: Segment,
+        exchange: Segment,
+        cpu_cache: Segment,
+        sequences: Segment,
+        row: int,
+        n_threads: int,
+        cores: list[int],  # pin thread i to cores[i]; empty: unpinned
+        fault: str = "",  # tests only: "POINT=ACTION@N", see csrc/attn_worker/fault.hpp
+    ) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...  # finishes claimed tasks, joins the threads
+    def heartbeat(self) -> None: ...  # publishes counters into the worker row
+
+def attend(
+    q: Array, cache: CpuCache, layer: int, slots: Array, seq_lens: Array, isa: str = "auto"
+) -> Array:
+    """Decode attention in the caller's thread: tests and benchmarks. q: [n, n_heads, head_dim]."""
+
+def isa_variants() -> list[str]:
+    """Kernel variants that this machine can run, best first."""
+
+def active_isa() -> str: ...

@@ -1,0 +1,1 @@
+"""The contract: gRPC services, shared-memory layout, configuration. Imports nothing of ours."""

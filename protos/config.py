@@ -1,0 +1,86 @@
+"""Typed, frozen configuration that the server and its workers share.
+
+Built and validated once, at the command line; travels to the gpu worker as JSON.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DType(StrEnum):
+    """Element types by the names that Hugging Face configurations use."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class CacheConfig(_Frozen):
+    """Sizes of the GPU-cache and the CPU-cache."""
+
+    block_size: Positive = 16  # tokens of a GPU-cache block
+    num_gpu_blocks_override: Positive | None = None
+    kv_cache_memory_bytes: Positive | None = None  # of the GPU-cache
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    kv_offloading_size: Annotated[float, Field(ge=0.0)] = 1.0  # GiB of the CPU-cache
+    cpu_kv_page_size: Positive = 64  # tokens of a CPU-cache page
+    shm_dir: str | None = None  # None: POSIX shared memory
+
+
+class SchedulerConfig(_Frozen):
+    """What one iteration may hold."""
+
+    scheduling_policy: str = "neo"  # a name of neo_server.policies, or "module:attribute"
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive = 2048
+    max_model_len: Positive = 2048
+    enable_chunked_prefill: bool = True
+
+    @model_validator(mode="after")
+    def _whole_prompt_fits(self) -> SchedulerConfig:
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; without chunked prefill "
+                f"it must be at least max_model_len, {self.max_model_len}"
+            )
+        return self
+
+
+class WorkerConfig(_Frozen):
+    """How the worker processes run."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: DType = DType.FLOAT32  # of weights, activations and GPU-cache
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0  # of dummy weights
+    torch_threads: NonNegative = 0  # 0: PyTorch's choice
+    cpu_attn_workers: NonNegative = 2  # processes the server runs itself
+    cpu_attn_threads: Positive = 1  # attention threads of each
+    spin_us: NonNegative = 0  # how long a waiter spins before it sleeps
+    lease_us: Positive = 20_000  # a claim older than this may be taken over
+    cpu_attn_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0  # then a plan's CPU rows are voided
+
+
+class EngineConfig(_Frozen):
+    """Everything a gpu worker needs to know."""
+
+    model_path: str  # a local Hugging Face directory
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
