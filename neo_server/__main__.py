@@ -1,0 +1,5 @@
+"""``python -m neo_server``."""
+
+from neo_server.cli import main
+
+main()

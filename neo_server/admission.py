@@ -1,0 +1,84 @@
+"""Checks of what a client sent: every refusal names the field, the value and the limit."""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+from neo_server.errors import InvalidRequestError
+from neo_server.request import SamplingParams, StopConditions
+from protos import inference_pb2 as pb
+from protos.model_config import ModelConfig
+
+_MAX_ID = 256
+_MAX_STOPS = 64
+
+
+def _require(field: str, value: object, fits: bool, limit: str) -> None:
+    if not fits:
+        raise InvalidRequestError(f"{field} is {value}; it must be {limit}")
+
+
+def check_request_id(request_id: str) -> str:
+    """The client's id, or a new one."""
+    _require("length of request_id", len(request_id), len(request_id) <= _MAX_ID, f"<= {_MAX_ID}")
+    return request_id or f"req-{secrets.token_hex(8)}"
+
+
+def check_prompt(ids: list[int], vocab_size: int, limit: int, limit_name: str) -> None:
+    """Refuses an empty prompt, unknown tokens, and what leaves no room for an output token."""
+    if not ids:
+        raise InvalidRequestError("prompt has 0 tokens; it must have at least 1")
+    _require("prompt token id", max(ids), max(ids) < vocab_size, f"below vocab_size, {vocab_size}")
+    if len(ids) + 1 > limit:
+        raise InvalidRequestError(
+            f"prompt has {len(ids)} tokens; with one output token it must fit in {limit_name}, "
+            f"{limit} tokens"
+        )
+
+
+def sampling_of(message: pb.SamplingParams) -> SamplingParams:
+    """Sampling parameters with the defaults filled in."""
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    fits = math.isfinite(temperature) and temperature >= 0.0
+    _require("temperature", _short(temperature), fits, "finite and >= 0")
+    _require("top_p", _short(top_p), 0.0 < top_p <= 1.0, "in (0, 1]")
+    _require("min_p", _short(message.min_p), 0.0 <= message.min_p <= 1.0, "in [0, 1]")
+    _require("top_k", message.top_k, message.top_k >= -1, ">= 0 (0 or -1: all)")
+    return SamplingParams(
+        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(message.top_k, 0),
+        min_p=message.min_p,
+    )
+
+
+def stop_of(message: pb.StopConditions, room: int, model: ModelConfig) -> StopConditions:
+    """Stop conditions; ``room`` is how many output tokens fit."""
+    if message.HasField("max_tokens"):
+        _require("max_tokens", message.max_tokens, message.max_tokens > 0, ">= 1")
+        max_tokens = message.max_tokens
+        most = f"<= max_tokens, {max_tokens}"
+        _require("min_tokens", message.min_tokens, message.min_tokens <= max_tokens, most)
+    else:
+        max_tokens = room
+    _require("number of stop strings", len(message.stop), len(message.stop) <= _MAX_STOPS, "<= 64")
+    _require("stop string", "empty", all(message.stop), "at least one character")
+    for token in message.stop_token_ids:
+        fits = token < model.vocab_size
+        _require("stop_token_ids entry", token, fits, f"below vocab_size, {model.vocab_size}")
+    eos = () if message.ignore_eos else model.eos_token_ids
+    return StopConditions(
+        max_tokens=min(max_tokens, room),
+        min_tokens=message.min_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=frozenset((*message.stop_token_ids, *eos)),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+    )
+
+
+def _short(value: float) -> str:
+    """Protobuf floats are float32; their double expansion would only confuse."""
+    return f"{value:.7g}"

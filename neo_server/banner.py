@@ -1,0 +1,63 @@
+"""What the server chose, and why, for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from neo_server.geometry import num_cpu_pages
+from neo_server.launch import Options, Resolved
+
+
+def print_banner(console: Console, options: Options, resolved: Resolved) -> None:
+    """One table: setting, value, reason."""
+    table = Table(
+        title=f"NEO serves {options.served_model_name or options.model}", title_style="bold"
+    )
+    for column in ("setting", "value", "why"):
+        table.add_column(column, overflow="fold")
+    for setting, value, reason in rows(options, resolved):
+        table.add_row(setting, value, reason)
+    console.print(table)
+
+
+def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
+    """The banner's lines."""
+    config, model, why = resolved.config, resolved.model, resolved.reasons
+    cache, scheduler, worker = config.cache, config.scheduler, config.worker
+    pages = num_cpu_pages(cache, model, worker.dtype)
+    page_mib = cache.cpu_kv_page_size * model.kv_bytes_per_token(worker.dtype.itemsize) / 2**20
+    return [
+        ("device", worker.device, why.get("device", "as given")),
+        ("dtype", worker.dtype.value, why.get("dtype", "as given")),
+        ("scheduling policy", scheduler.scheduling_policy, ""),
+        ("max_model_len", str(scheduler.max_model_len), why.get("max_model_len", "as given")),
+        ("max_num_seqs", str(scheduler.max_num_seqs), why.get("max_num_seqs", "as given")),
+        (
+            "max_num_batched_tokens",
+            str(scheduler.max_num_batched_tokens),
+            why.get("max_num_batched_tokens", "as given"),
+        ),
+        ("GPU-cache", *_gpu_cache(options, cache.block_size)),
+        (
+            "CPU-cache",
+            f"{pages} pages of {cache.cpu_kv_page_size} tokens",
+            f"{cache.kv_offloading_size:g} GiB / {page_mib:.2f} MiB",
+        ),
+        (
+            "cpu-attention workers",
+            f"{worker.cpu_attn_workers} x {worker.cpu_attn_threads} threads",
+            "more may join at any time",
+        ),
+        ("port", f"{options.host}:{options.port}", "0: chosen by the system, see the log"),
+        ("control port", f"{options.control_host}:{options.control_port}", "for workers"),
+    ]
+
+
+def _gpu_cache(options: Options, block_size: int) -> tuple[str, str]:
+    size = f"blocks of {block_size} tokens"
+    if options.num_gpu_blocks_override is not None:
+        return f"{options.num_gpu_blocks_override} {size}", "num_gpu_blocks_override"
+    if options.kv_cache_memory_bytes is not None:
+        return f"{options.kv_cache_memory_bytes} bytes in {size}", "kv_cache_memory_bytes"
+    return size, "the gpu worker measures how many fit, see the log"

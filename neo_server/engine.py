@@ -1,0 +1,157 @@
+"""The server's heartbeat: admit, plan, send, receive, publish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable
+from itertools import count
+
+from neo_server.block_manager import BlockManager
+from neo_server.errors import (
+    DuplicateRequestError,
+    GpuWorkerDiedError,
+    NeoError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from neo_server.gpu_client import GpuLink
+from neo_server.metrics import Metrics, Throughput
+from neo_server.request import (
+    Finish,
+    FinishReason,
+    OutputStream,
+    Request,
+    SamplingParams,
+    Sequence,
+    StopConditions,
+)
+from neo_server.scheduler import Scheduler
+from neo_server.tokenizer import StopStrings, Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """All requests that are being served. Lives on the event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        gpu: GpuLink,
+        tokenizer: Tokenizer,
+        make_blocks: Callable[[int], BlockManager],
+        max_waiting: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.throughput = Throughput()
+        self.accepting = True
+        self._gpu = gpu
+        self._make_blocks = make_blocks
+        self._max_waiting = max_waiting
+        self._requests: dict[str, Request] = {}
+        self._by_sequence: dict[int, Request] = {}
+        self._ids = count()
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self) -> None:
+        """Serves until cancelled. An error that no request explains ends all of them."""
+        try:
+            while True:
+                await self._work.wait()
+                if not self.scheduler.has_work:
+                    self._work.clear()
+                    continue
+                step = self.scheduler.schedule()
+                try:
+                    result = await self._gpu.execute(step)
+                except GpuWorkerDiedError as error:
+                    await self._recover(error)
+                else:
+                    self._publish(self.scheduler.update(step, result))
+        except Exception as error:
+            self._fail_all(error)
+            raise
+
+    def submit(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, stop: StopConditions
+    ) -> OutputStream:
+        """Queues a checked request; its output comes through the stream."""
+        if not self.accepting:
+            raise ShuttingDownError("the server is shutting down")
+        if request_id in self._requests:
+            raise DuplicateRequestError(f"request_id {request_id!r} is in use")
+        if len(self.scheduler.waiting) >= self._max_waiting:
+            raise OverloadedError(
+                f"{len(self.scheduler.waiting)} requests wait; the limit is {self._max_waiting}"
+            )
+        sequence = Sequence(next(self._ids), array("i", prompt), len(prompt), sampling)
+        stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
+        request = Request(
+            request_id, sequence, stop, self.tokenizer.detokenizer(), stops, OutputStream()
+        )
+        self._requests[request_id] = request
+        self._by_sequence[sequence.id] = request
+        self.scheduler.add(sequence)
+        self._idle.clear()
+        self._work.set()
+        return request.stream
+
+    def request(self, request_id: str) -> Request | None:
+        """A request that is being served."""
+        return self._requests.get(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; unknown ids are no error."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.end(Finish(FinishReason.ABORT))
+            self._forget(request)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new work; running streams may finish for ``timeout_s``, then are aborted."""
+        self.accepting = False
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            _log.warning("%d requests aborted at shutdown", len(self._requests))
+            for request_id in list(self._requests):
+                self.abort(request_id)
+
+    def reset_metrics(self) -> None:
+        """Forgets what the warm-up counted."""
+        self.scheduler.metrics = Metrics()
+        self.throughput = Throughput()
+
+    def _publish(self, sampled: list[tuple[Sequence, int]]) -> None:
+        self.throughput.add(len(sampled))
+        for sequence, token in sampled:
+            request = self._by_sequence[sequence.id]
+            request.accept(token)
+            if request.finish is not None:
+                self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        del self._by_sequence[request.sequence.id]
+        self.scheduler.finish(request.sequence)
+        if not self._requests:
+            self._idle.set()
+
+    async def _recover(self, error: NeoError) -> None:
+        """Both caches are lost with the gpu worker; prompts and outputs so far are not."""
+        _log.warning("%s; %d requests will be prefilled again", error, len(self._requests))
+        num_gpu_blocks = await self._gpu.recovered()
+        self.scheduler.reset(self._make_blocks(num_gpu_blocks))
+        self.scheduler.metrics.num_gpu_worker_restarts += 1
+
+    def _fail_all(self, error: Exception) -> None:
+        self.accepting = False
+        failure = error if isinstance(error, NeoError) else NeoError(f"engine failed: {error!r}")
+        for request in list(self._requests.values()):
+            request.stream.fail(failure)
+            self._forget(request)

@@ -1,0 +1,79 @@
+"""Every error that the server raises, and the one place where errors become gRPC status.
+
+::
+
+    NeoError                      INTERNAL
+    ├── InvalidRequestError       INVALID_ARGUMENT     names the field, the value and the limit
+    ├── DuplicateRequestError     ALREADY_EXISTS       the request id is in use
+    ├── OverloadedError           RESOURCE_EXHAUSTED   the waiting queue is full
+    ├── UnavailableError          UNAVAILABLE
+    │   ├── NotReadyError                              the model is still loading
+    │   ├── ShuttingDownError                          the server takes no new work
+    │   └── GpuWorkerDiedError                         the engine recomputes its requests
+    ├── PlanError                 INTERNAL             a policy proposed an impossible plan
+    ├── WorkerStartError          INTERNAL             a worker ended before it was ready
+    └── ConfigurationError        INTERNAL             the command line asks for the impossible
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class NeoError(Exception):
+    """Root of the tree."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+
+class InvalidRequestError(NeoError):
+    """The request can never be served; the message names field, value and limit."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class DuplicateRequestError(NeoError):
+    """A request with this id is being served."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class OverloadedError(NeoError):
+    """The waiting queue is full."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnavailableError(NeoError):
+    """Try again later, or elsewhere."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class NotReadyError(UnavailableError):
+    """The model is still loading."""
+
+
+class ShuttingDownError(UnavailableError):
+    """The server takes no new work."""
+
+
+class GpuWorkerDiedError(UnavailableError):
+    """The gpu worker ended while a plan was in flight."""
+
+
+class PlanError(NeoError):
+    """A policy proposed a plan that overcommits something or names what is not there."""
+
+
+class WorkerStartError(NeoError):
+    """A worker ended before it was ready."""
+
+
+class ConfigurationError(NeoError):
+    """The command line asks for something impossible."""
+
+
+def to_status(error: NeoError) -> tuple[grpc.StatusCode, str]:
+    """The gRPC status of an error: code and message."""
+    return error.code, str(error) or type(error).__name__

@@ -1,0 +1,59 @@
+"""Sizes of the shared segments, derived from the engine's and the model's configuration."""
+
+from __future__ import annotations
+
+from neo_server.errors import ConfigurationError
+from protos.config import CacheConfig, DType, EngineConfig
+from protos.model_config import ModelConfig
+
+_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # DType of protos/wire.hpp
+_GIB = 1 << 30
+PLANS_IN_FLIGHT = 2
+# Tasks beyond one per row and KV head, so that a few long sequences can be split over all threads.
+_SPLIT_TASKS = 1024
+
+
+def num_cpu_pages(cache: CacheConfig, model: ModelConfig, dtype: DType) -> int:
+    """Pages of the CPU-cache that ``kv_offloading_size`` pays for; each holds all layers."""
+    page_bytes = cache.cpu_kv_page_size * model.kv_bytes_per_token(dtype.itemsize)
+    return int(cache.kv_offloading_size * _GIB) // page_bytes
+
+
+def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) -> dict[str, int]:
+    """Fields of ``Geometry`` (protos/wire.hpp) for one rank."""
+    cache, scheduler, worker = config.cache, config.scheduler, config.worker
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigurationError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}; it must be at least "
+            f"max_num_seqs, {scheduler.max_num_seqs}: every sequence decodes in every iteration"
+        )
+    if scheduler.max_model_len > model.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_model_len is {scheduler.max_model_len}; the model's max_position_embeddings is "
+            f"{model.max_position_embeddings}"
+        )
+    dtype = _DTYPES[worker.dtype]
+    return {
+        "n_layers": model.num_hidden_layers,
+        "n_heads": model.num_attention_heads,
+        "n_kv_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "act_dtype": dtype,
+        "kv_dtype": dtype,
+        "block_size": cache.block_size,
+        "page_size": cache.cpu_kv_page_size,
+        "n_pages": num_cpu_pages(cache, model, worker.dtype),
+        "max_slots": scheduler.max_num_seqs,
+        "max_rows": scheduler.max_num_seqs,
+        "max_tokens": scheduler.max_num_batched_tokens,
+        "max_blocks": -(-scheduler.max_model_len // cache.block_size),
+        "max_pages": -(-scheduler.max_model_len // cache.cpu_kv_page_size),
+        "max_tasks": scheduler.max_num_seqs * model.num_key_value_heads + _SPLIT_TASKS,
+        "max_swaps": scheduler.max_num_seqs,
+        "n_plans": PLANS_IN_FLIGHT,
+        "max_workers": max_workers,
+        "rank": 0,
+        "world_size": 1,
+        "spin_us": worker.spin_us,
+        "lease_us": worker.lease_us,
+    }

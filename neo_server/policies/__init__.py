@@ -1,0 +1,56 @@
+"""Scheduling policies: pure functions from a ``View`` to a ``Plan``, and the registry of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from neo_server.errors import ConfigurationError
+from neo_server.plan import Place, Plan, View
+from neo_server.policies import gpu_only, mixed, neo, simple_offload
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named policy and the caches that it may use."""
+
+    name: str
+    plan: Callable[[View], Plan]
+    places: frozenset[Place] = frozenset((Place.GPU, Place.CPU))
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("gpu-only", gpu_only.plan, frozenset((Place.GPU,))),
+        Policy("simple-offload", simple_offload.plan, frozenset((Place.CPU,))),
+        Policy("mixed", mixed.plan),
+        Policy("neo", neo.plan),
+    )
+}
+
+
+def load_policy(name: str) -> Policy:
+    """A built-in policy by name, or the user's own by ``module:attribute``.
+
+    The attribute is a ``Policy`` or a plain function from ``View`` to ``Plan``. Raises
+    ``ConfigurationError`` naming what was not found.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigurationError(
+            f"scheduling_policy is {name!r}; known are {known}, or 'module:attribute'"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"scheduling_policy is {name!r}: {error}") from error
+    if isinstance(found, Policy):
+        return found
+    if not callable(found):
+        raise ConfigurationError(f"scheduling_policy is {name!r}, which is not callable")
+    return Policy(name, found)

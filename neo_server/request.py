@@ -1,0 +1,194 @@
+"""What a client asked for (``Request``) and the sequence of tokens that it becomes."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from neo_server.errors import NeoError
+from neo_server.plan import Place, SeqView
+from neo_server.tokenizer import Detokenizer, StopStrings
+
+
+class FinishReason(IntEnum):
+    """``FinishReason`` of protos/inference.proto."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+    @property
+    def name_in_proto(self) -> str:
+        """The enumerator's name there."""
+        return f"FINISH_REASON_{self.name}"
+
+
+class State(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no cache
+    RUNNING = "running"  # holds a slot and cache
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is drawn; see protos/inference.proto."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a request is over; the end-of-sequence ids are among ``stop_token_ids``."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop_str_in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_str: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What happened since the reader last looked."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish | None
+
+
+class OutputStream:
+    """From the engine to one client. A slow reader gets fewer, larger outputs.
+
+    It never holds more than the request's own output, which max_model_len bounds.
+    """
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._finish: Finish | None = None
+        self._error: NeoError | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, text: str, token_ids: SequenceOf[int], finish: Finish | None = None) -> None:
+        """Adds output; ``finish`` with the last of it."""
+        if text:
+            self._text.append(text)
+        self._token_ids.extend(token_ids)
+        self._finish = finish
+        self._changed.set()
+
+    def fail(self, error: NeoError) -> None:
+        """Ends the stream with an error."""
+        self._error = error
+        self._changed.set()
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that the reader has not taken yet."""
+        return len(self._token_ids)
+
+    async def next(self) -> Output:
+        """Waits for output and takes all there is. Raises the error that ended the request."""
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        output = Output("".join(self._text), tuple(self._token_ids), self._finish)
+        self._text.clear()
+        self._token_ids.clear()
+        if self._finish is None:
+            self._changed.clear()
+        return output
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, where their KV cache is, and what it takes there. Only the scheduler changes it."""
+
+    id: int  # grows with arrival
+    tokens: array[int]  # int32: prompt, then output
+    num_prompt: int
+    sampling: SamplingParams
+    state: State = State.WAITING
+    place: Place = Place.NOWHERE
+    num_computed: int = 0  # tokens in the cache
+    slot: int | None = None  # row of the sequence table
+    blocks: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    last_plan: int = 0  # the last one that names it
+    num_gpu_decodes: int = 0
+    num_cpu_decodes: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    def view(self) -> SeqView:
+        """What a policy sees of it."""
+        held = len(self.pages) if self.place is Place.CPU else len(self.blocks)
+        return SeqView(self.id, self.place, len(self.tokens), self.num_computed, held)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One client's request while it is served."""
+
+    request_id: str
+    sequence: Sequence
+    stop: StopConditions
+    detokenizer: Detokenizer
+    stop_strings: StopStrings
+    stream: OutputStream
+    finish: Finish | None = None
+
+    def accept(self, token: int) -> None:
+        """Takes a token that the scheduler has appended already, and streams what it gives."""
+        num_output = self.sequence.num_output
+        may_stop = num_output > self.stop.min_tokens
+        if may_stop and token in self.stop.stop_token_ids:
+            self.end(Finish(FinishReason.STOP, stop_token_id=token), (token,))
+            return
+        text, stop_str = self.stop_strings.feed(self.detokenizer.feed(token), check=may_stop)
+        if stop_str is not None:
+            self.finish = Finish(FinishReason.STOP, stop_str=stop_str)
+            self.stream.push(text, (token,), self.finish)
+        elif num_output >= self.stop.max_tokens:
+            self._flush(Finish(FinishReason.LENGTH), (token,), text)
+        else:
+            self.stream.push(text, (token,))
+
+    def end(self, finish: Finish, token_ids: SequenceOf[int] = ()) -> None:
+        """Ends the stream, with the text that was held back."""
+        self._flush(finish, token_ids, "")
+
+    def _flush(self, finish: Finish, token_ids: SequenceOf[int], text: str) -> None:
+        """An unfinished character may complete a stop string even here."""
+        more, stop_str = self.stop_strings.feed(
+            self.detokenizer.flush(), check=self.sequence.num_output > self.stop.min_tokens
+        )
+        text += more
+        if stop_str is None:
+            text += self.stop_strings.flush()
+        elif finish.reason is not FinishReason.ABORT:
+            finish = Finish(FinishReason.STOP, stop_str=stop_str)
+        self.finish = finish
+        self.stream.push(text, token_ids, finish)

@@ -1,0 +1,249 @@
+"""One server from start to end: segments, workers, services, readiness, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from neo_server.block_manager import BlockManager
+from neo_server.chat_template import ChatTemplate
+from neo_server.control_service import ControlService
+from neo_server.engine import Engine
+from neo_server.errors import ConfigurationError
+from neo_server.geometry import geometry_fields, num_cpu_pages
+from neo_server.gpu_client import GpuClient
+from neo_server.launch import Options, Resolved
+from neo_server.plan import Place
+from neo_server.policies import Policy, load_policy
+from neo_server.request import SamplingParams, StopConditions
+from neo_server.scheduler import Scheduler
+from neo_server.service import InferenceService
+from neo_server.shared_memory import SharedMemory
+from neo_server.state import ServerState
+from neo_server.supervisor import Supervisor, worker_command
+from neo_server.tokenizer import Tokenizer
+from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
+_FLUSH_S = 2.0  # for the last messages of drained streams
+_GRPC_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
+
+
+class Server:
+    """Owns every part; ``run`` is its whole life."""
+
+    def __init__(self, options: Options, resolved: Resolved) -> None:
+        self.options = options
+        self.resolved = resolved
+        self.policy: Policy = load_policy(resolved.config.scheduler.scheduling_policy)
+        self.num_cpu_pages = num_cpu_pages(
+            resolved.config.cache, resolved.model, resolved.config.worker.dtype
+        )
+        if self.policy.places == {Place.CPU} and self.num_cpu_pages == 0:
+            raise ConfigurationError(
+                f"scheduling_policy is {self.policy.name}; kv_offloading_size, "
+                f"{resolved.config.cache.kv_offloading_size} GiB, holds no page"
+            )
+        self.address = ""
+        self.control_address = ""
+        self._health = HealthServicer()
+        self._servers: list[grpc.aio.Server] = []
+        self._engine_task: asyncio.Task[None] | None = None
+        self._is_ready = False
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self.state: ServerState | None = None
+
+    async def run(self) -> None:
+        """Serves until SIGINT or SIGTERM; a second signal ends the drain at once."""
+        first, second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, lambda: (second if first.is_set() else first).set())
+        try:
+            state = await self._open()
+            assert state.supervisor is not None
+            await race(self._serve(state), state.supervisor.failure(), first.wait())
+            _log.info("draining: at most %s s", self.options.shutdown_timeout)
+            await race(self._drain(state), second.wait())
+        finally:
+            await self._close()
+
+    async def _open(self) -> ServerState:
+        """Segments, services (NOT_SERVING), worker processes."""
+        config, model = self.resolved.config, self.resolved.model
+        workers = config.worker.cpu_attn_workers + _SPARE_WORKERS
+        memory = SharedMemory(geometry_fields(config, model, workers), config.cache.shm_dir)
+        gpu = GpuClient(memory.producer, memory.consumer, self._gpu_changed)
+        # From here on _close() removes the segments, whatever happens.
+        state = self.state = ServerState(
+            options=self.options,
+            resolved=self.resolved,
+            tokenizer=Tokenizer.from_pretrained(config.model_path),
+            chat_template=ChatTemplate.from_pretrained(config.model_path),
+            memory=memory,
+            gpu=gpu,
+        )
+        for name in ("", INFERENCE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.control_address = await self._listen(
+            self._control_server(state), self.options.control_host, self.options.control_port
+        )
+        state.supervisor = Supervisor(
+            memory,
+            worker_command("gpu_worker", self.control_address, "--spawned")
+            if self.options.spawn_gpu_worker
+            else None,
+            worker_command("cpu_attn_worker", self.control_address, "--spawned"),
+            gpu.mark_dead,
+            lambda: gpu.is_ready,
+        )
+        state.supervisor.start(config.worker.cpu_attn_workers)
+        self.address = await self._listen(
+            self._public_server(state), self.options.host, self.options.port
+        )
+        _log.info("listening on %s, control on %s", self.address, self.control_address)
+        return state
+
+    async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            bound = server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {bracketed}:{port}: {error}") from error
+        await server.start()
+        self._servers.append(server)
+        return f"{bracketed}:{bound}"
+
+    def _control_server(self, state: ServerState) -> grpc.aio.Server:
+        server = grpc.aio.server(options=_GRPC_OPTIONS)
+        register = control_pb2_grpc.add_ControlServicer_to_server
+        register(ControlService(state), server)  # type: ignore[no-untyped-call]
+        return server
+
+    def _public_server(self, state: ServerState) -> grpc.aio.Server:
+        server = grpc.aio.server(options=_GRPC_OPTIONS)
+        register = inference_pb2_grpc.add_InferenceServicer_to_server
+        register(InferenceService(state), server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (INFERENCE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
+    async def _serve(self, state: ServerState) -> None:
+        """Becomes ready, then follows the engine, which ends only by failing."""
+        blocks = self._make_blocks(await state.gpu.recovered())
+        scheduler = Scheduler(
+            self.resolved.config.scheduler,
+            self.policy,
+            blocks,
+            max_swaps=self.resolved.config.scheduler.max_num_seqs,
+            cpu_workers=state.memory.live_cpu_workers,
+        )
+        engine = Engine(
+            scheduler, state.gpu, state.tokenizer, self._make_blocks, self.options.max_waiting
+        )
+        self._engine_task = asyncio.create_task(engine.run())
+        await race(_warm_up(engine), asyncio.shield(self._engine_task))
+        engine.reset_metrics()
+        state.engine = engine
+        self._is_ready = True
+        self._gpu_changed(state.gpu.is_ready)
+        if self.options.address_file is not None:
+            write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
+        limit = scheduler.max_tokens_per_sequence
+        _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
+        await asyncio.shield(self._engine_task)
+
+    def _make_blocks(self, num_gpu_blocks: int) -> BlockManager:
+        assert self.state is not None
+        cache = self.resolved.config.cache
+        return BlockManager(
+            self.state.memory.sequences,
+            num_gpu_blocks,
+            self.num_cpu_pages,
+            cache.block_size,
+            cache.cpu_kv_page_size,
+        )
+
+    def _gpu_changed(self, ready: bool) -> None:
+        """Health follows the gpu worker once the server has been ready."""
+        if not self._is_ready:
+            return
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if ready else status.NOT_SERVING
+        for name in ("", INFERENCE):
+            task = asyncio.get_running_loop().create_task(self._health.set(name, value))
+            self._health_tasks.add(task)
+            task.add_done_callback(self._health_tasks.discard)
+
+    async def _drain(self, state: ServerState) -> None:
+        await self._health.enter_graceful_shutdown()
+        if state.engine is None or self._engine_task is None:
+            return
+        await race(
+            state.engine.drain(self.options.shutdown_timeout), asyncio.shield(self._engine_task)
+        )
+        await asyncio.gather(*(server.stop(_FLUSH_S) for server in reversed(self._servers)))
+
+    async def _close(self) -> None:
+        """Ends the engine, the services, the children; removes the segments."""
+        await self._health.enter_graceful_shutdown()
+        if self._engine_task is not None:
+            self._engine_task.cancel()
+            await asyncio.gather(self._engine_task, return_exceptions=True)
+        await asyncio.gather(*(server.stop(None) for server in self._servers))
+        if self.state is None:
+            return
+        try:
+            self.state.memory.set_stopping()
+            if self.state.supervisor is not None:
+                await self.state.supervisor.stop()
+            self.state.gpu.close()
+        finally:
+            self.state.memory.close()
+            if self.options.address_file is not None:
+                self.options.address_file.unlink(missing_ok=True)
+
+
+async def race(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Until the first is over; its error is raised, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _warm_up(engine: Engine) -> None:
+    """One generation through every process."""
+    room = engine.scheduler.max_tokens_per_sequence
+    if room < 2:
+        raise ConfigurationError(f"max_model_len or the caches allow {room} tokens; 2 are needed")
+    stop = StopConditions(max_tokens=min(4, room - 1))
+    stream = engine.submit("warm-up", [0], SamplingParams(seed=0, temperature=0.0), stop)
+    while (await stream.next()).finish is None:
+        pass
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the whole file or none."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

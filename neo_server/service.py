@@ -1,0 +1,207 @@
+"""The public gRPC service. Thin: checks, submits, streams; see protos/inference.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NoReturn
+
+import grpc
+
+from neo_server import __version__
+from neo_server.admission import check_prompt, check_request_id, sampling_of, stop_of
+from neo_server.engine import Engine
+from neo_server.errors import InvalidRequestError, NeoError, to_status
+from neo_server.plan import Place
+from neo_server.request import Finish, OutputStream, Request
+from neo_server.state import ServerState
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as rpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_LONG_TEXT = 4096  # characters; from there on tokenising leaves the event loop
+
+
+class InferenceService(rpc.InferenceServicer):
+    """``neo.v1.Inference``."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+        """Streams one request. However the call ends, both caches are freed."""
+        try:
+            engine = self._state.serving_engine()
+            served = await self._submit(engine, request)
+        except NeoError as error:
+            await _refuse(context, error)
+        try:
+            await _stream(served, context)
+        except NeoError as error:
+            await _refuse(context, error)
+        finally:
+            if engine.request(served.request_id) is served:
+                engine.abort(served.request_id)
+
+    async def _submit(self, engine: Engine, message: pb.GenerateRequest) -> Request:
+        request_id = check_request_id(message.request_id)
+        model = self._state.resolved.model
+        limit, limit_name = self._limit(engine)
+        ids = await self._prompt(message)
+        check_prompt(ids, model.vocab_size, limit, limit_name)
+        sampling = sampling_of(message.sampling_params)
+        stop = stop_of(message.stop_conditions, limit - len(ids), model)
+        engine.submit(request_id, ids, sampling, stop)
+        served = engine.request(request_id)
+        assert served is not None
+        return served
+
+    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
+        kind = message.WhichOneof("prompt")
+        if kind == "token_ids":
+            return list(message.token_ids.ids)
+        if kind is None:
+            raise InvalidRequestError("prompt is unset; it must be text or token_ids")
+        encode = self._state.tokenizer.encode
+        if len(message.text) >= _LONG_TEXT:
+            return await asyncio.to_thread(encode, message.text)
+        return encode(message.text)
+
+    def _limit(self, engine: Engine) -> tuple[int, str]:
+        """Tokens that prompt and output may have together, and what limits them."""
+        limit = engine.scheduler.max_tokens_per_sequence
+        if limit == self._state.resolved.config.scheduler.max_model_len:
+            return limit, "max_model_len"
+        blocks = engine.scheduler.blocks
+        places = engine.scheduler.policy.places
+        sizes = [
+            f"{blocks.blocks.total} GPU blocks of {blocks.block_size}" * (Place.GPU in places),
+            f"{blocks.pages.total} CPU pages of {blocks.page_size}" * (Place.CPU in places),
+        ]
+        return limit, f"the cache ({' or '.join(filter(None, sizes))} tokens)"
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        """Idempotent."""
+        if self._state.engine is not None:
+            self._state.engine.abort(request.request_id)
+        return pb.AbortResponse()
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Configuration and workers."""
+        state = self._state
+        config = state.resolved.config
+        engine = state.engine
+        info = pb.GetServerInfoResponse(
+            version=__version__,
+            instance_id=state.memory.location.instance_id,
+            scheduling_policy=config.scheduler.scheduling_policy,
+            device=state.gpu.device or config.worker.device,
+            uptime_s=time.monotonic() - state.started,
+            max_model_len=config.scheduler.max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            block_size=config.cache.block_size,
+            num_gpu_blocks=state.gpu.num_gpu_blocks,
+            cpu_kv_page_size=config.cache.cpu_kv_page_size,
+            num_cpu_pages=engine.scheduler.blocks.pages.total if engine else 0,
+        )
+        if state.gpu.is_ready:
+            info.workers.add(kind=pb.WorkerInfo.KIND_GPU, row=0, pid=state.gpu.pid)
+        for entry in state.memory.workers():
+            info.workers.add(
+                kind=pb.WorkerInfo.KIND_CPU_ATTN,
+                row=entry.row,
+                pid=entry.pid,
+                num_threads=entry.num_threads,
+                tasks=entry.tasks,
+                busy_s=entry.busy_s,
+                kv_bytes_read=entry.kv_bytes_read,
+            )
+        return info
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """What a client has to know of the model."""
+        model = self._state.resolved.model
+        info = pb.GetModelInfoResponse(
+            model=self._state.model_name,
+            architecture=model.architecture,
+            dtype=self._state.resolved.config.worker.dtype.value,
+            vocab_size=model.vocab_size,
+            max_model_len=self._state.resolved.config.scheduler.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=self._state.chat_template is not None,
+        )
+        if model.bos_token_id is not None:
+            info.bos_token_id = model.bos_token_id
+        return info
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: N802
+        """Queue lengths, cache occupation, counters."""
+        if self._state.engine is None:
+            return pb.GetLoadsResponse()
+        scheduler = self._state.engine.scheduler
+        metrics, blocks = scheduler.metrics, scheduler.blocks
+        return pb.GetLoadsResponse(
+            num_running_reqs=len(scheduler.running),
+            num_waiting_reqs=len(scheduler.waiting),
+            num_used_gpu_blocks=blocks.blocks.used,
+            num_total_gpu_blocks=blocks.blocks.total,
+            num_used_cpu_pages=blocks.pages.used,
+            num_total_cpu_pages=blocks.pages.total,
+            gen_throughput=self._state.engine.throughput.rate(),
+            iterations=metrics.iterations,
+            num_gpu_decodes=metrics.num_gpu_decodes,
+            num_cpu_decodes=metrics.num_cpu_decodes,
+            num_preemptions=metrics.num_preemptions,
+            num_swap_outs=metrics.num_swap_outs,
+            num_swap_ins=metrics.num_swap_ins,
+            num_output_tokens=metrics.num_output_tokens,
+            num_voided_rows=metrics.num_voided_rows,
+        )
+
+
+async def _stream(served: Request, context: Context) -> None:
+    request_id, stream = served.request_id, served.stream
+    prompt_info = pb.PromptInfo(num_prompt_tokens=served.sequence.num_prompt)
+    await context.write(pb.GenerateResponse(request_id=request_id, prompt_info=prompt_info))
+    finish = None
+    while finish is None:
+        finish = await _write_next(request_id, stream, context)
+    await context.write(
+        pb.GenerateResponse(request_id=request_id, finish_info=_finish_info(served, finish))
+    )
+
+
+async def _write_next(request_id: str, stream: OutputStream, context: Context) -> Finish | None:
+    output = await stream.next()
+    if output.text or output.token_ids:
+        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
+        await context.write(pb.GenerateResponse(request_id=request_id, delta=delta))
+    return output.finish
+
+
+def _finish_info(served: Request, finish: Finish) -> pb.FinishInfo:
+    sequence = served.sequence
+    info = pb.FinishInfo(
+        reason=finish.reason.name_in_proto,
+        num_prompt_tokens=sequence.num_prompt,
+        num_output_tokens=sequence.num_output,
+        num_gpu_decodes=sequence.num_gpu_decodes,
+        num_cpu_decodes=sequence.num_cpu_decodes,
+        num_preemptions=sequence.num_preemptions,
+    )
+    if finish.stop_token_id is not None:
+        info.stop_token_id = finish.stop_token_id
+    elif finish.stop_str is not None:
+        info.stop_str = finish.stop_str
+    return info
+
+
+async def _refuse(context: Context, error: NeoError) -> NoReturn:
+    code, message = to_status(error)
+    await context.abort(code, message)
+    raise AssertionError("abort returned")

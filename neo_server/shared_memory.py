@@ -1,0 +1,97 @@
+"""The server's segments: created, locked, watched and unlinked here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from neo_native import Control, ResultConsumer, Sequences, StepProducer, make_geometry, segments
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A filled row of the worker table."""
+
+    row: int
+    pid: int
+    num_threads: int
+    tasks: int
+    busy_s: float
+    kv_bytes_read: int
+
+
+class SharedMemory:
+    """All segments of this instance. Closing it removes their names."""
+
+    def __init__(self, fields: dict[str, int], shm_dir: str | None) -> None:
+        for instance in segments.reclaim_dead(shm_dir):
+            _log.info("reclaimed the segments of instance %s, whose server is dead", instance)
+        threads = min(4, os.cpu_count() or 1)
+        self._segments = segments.create_all(
+            make_geometry(**fields), shm_dir=shm_dir, populate_threads=threads
+        )
+        geometry = self._segments.geometry
+        self._control = Control(self._segments.control)
+        self.sequences = Sequences(self._segments.sequences, geometry)
+        self.producer = StepProducer(self._segments.steps, geometry)
+        self.consumer = ResultConsumer(self._segments.results, geometry)
+
+    @property
+    def location(self) -> segments.Location:
+        """Where workers find the segments."""
+        return self._segments.location
+
+    @property
+    def max_workers(self) -> int:
+        """Rows of the worker table."""
+        return int(self._segments.geometry["max_workers"])
+
+    def workers(self) -> list[WorkerEntry]:
+        """Cpu-attention workers that have a row."""
+        table = self._control.worker_rows()
+        return [
+            WorkerEntry(
+                row=int(row),
+                pid=int(entry["pid"]),
+                num_threads=int(entry["n_threads"]),
+                tasks=int(entry["tasks"]),
+                busy_s=float(entry["busy_ns"]) * 1e-9,
+                kv_bytes_read=int(entry["kv_bytes"]),
+            )
+            for row in np.flatnonzero(table["state"])
+            for entry in (table[row],)
+        ]
+
+    def live_cpu_workers(self) -> int:
+        """Rows of workers that have not gone and are not leaving."""
+        table = self._control.worker_rows()
+        return int(np.count_nonzero((table["state"] != 0) & (table["draining"] == 0)))
+
+    def row_of(self, pid: int) -> int | None:
+        """Worker-table row of a process."""
+        return next((entry.row for entry in self.workers() if entry.pid == pid), None)
+
+    def request_drain(self, row: int) -> None:
+        """Asks the worker of this row to leave."""
+        self._control.request_drain(row)
+
+    def clear_dead_rows(self) -> list[int]:
+        """Empties the rows whose process is gone."""
+        return segments.clear_dead_workers(self._segments, self._control)
+
+    def gpu_worker_lives(self) -> bool:
+        """Whether some process holds the gpu worker's lock."""
+        return self._segments.is_locked(segments.gpu_worker_byte(0))
+
+    def set_stopping(self) -> None:
+        """Every worker leaves."""
+        self._control.set_stopping()
+
+    def close(self) -> None:
+        """Removes the names, then gives up the lock that says that this server lives."""
+        segments.unlink_all(self._segments)
+        self._segments.close()

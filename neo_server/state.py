@@ -1,0 +1,41 @@
+"""What the services share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from neo_server.chat_template import ChatTemplate
+from neo_server.engine import Engine
+from neo_server.errors import NotReadyError
+from neo_server.gpu_client import GpuClient
+from neo_server.launch import Options, Resolved
+from neo_server.shared_memory import SharedMemory
+from neo_server.supervisor import Supervisor
+from neo_server.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One server's parts; ``engine`` comes when the gpu worker is ready and warmed up."""
+
+    options: Options
+    resolved: Resolved
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    memory: SharedMemory
+    gpu: GpuClient
+    supervisor: Supervisor | None = None
+    engine: Engine | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.options.served_model_name or self.options.model
+
+    def serving_engine(self) -> Engine:
+        """The engine, or ``NotReadyError``."""
+        if self.engine is None:
+            raise NotReadyError("the model is still loading")
+        return self.engine

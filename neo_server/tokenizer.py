@@ -1,0 +1,184 @@
+"""Text to tokens, tokens to text as they come, and stop strings in that text."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from neo_server.errors import ConfigurationError
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """A checkpoint's ``tokenizer.json``."""
+
+    def __init__(self, rust: RustTokenizer) -> None:
+        rust.no_truncation()
+        rust.no_padding()
+        self._rust = rust
+        decoder = json.loads(rust.to_str())["decoder"]
+        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        added = rust.get_added_tokens_decoder()
+        self._special = frozenset(id_ for id_, token in added.items() if token.special)
+
+    @staticmethod
+    def from_pretrained(path: str | Path) -> Tokenizer:
+        """Reads ``tokenizer.json`` of a local directory."""
+        file = Path(path) / "tokenizer.json"
+        if not file.exists():
+            raise ConfigurationError(f"no tokenizer.json in {path}")
+        return Tokenizer(RustTokenizer.from_file(str(file)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with what the tokenizer's own post-processor adds (a BOS, for instance)."""
+        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the whole, without special tokens."""
+        text: str = self._rust.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental detokenizer."""
+        if self._byte_level:
+            return ByteLevelDetokenizer(self)
+        return WindowDetokenizer(self)
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; ``None`` for special and unknown ids."""
+        if token_id in self._special:
+            return None
+        token: str | None = self._rust.id_to_token(token_id)
+        return token
+
+
+class Detokenizer(Protocol):
+    """Text of a growing list of tokens.
+
+    What ``feed`` and ``flush`` return, joined, is the text of the whole list; each part consists
+    of whole characters.
+    """
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain now and was not before."""
+
+    def flush(self) -> str:
+        """The rest: an incomplete character becomes U+FFFD."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable Latin-1 is itself, all else starts at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTES = _byte_of_character()
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies: tokens are bytes, so UTF-8 is decoded as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        token = self._tokenizer.token(token_id)
+        if token is None:
+            return ""
+        try:
+            data = bytes([_BYTES[character] for character in token])
+        except KeyError:  # an added token, which is plain text
+            data = token.encode()
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """See ``Detokenizer``."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other decoder: decodes the last tokens together with those just before them.
+
+    A run of byte tokens is held back to its end, because one invalid byte changes how the whole
+    run is decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._done = 0  # tokens of the window whose text has been returned
+
+    def feed(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        token = self._tokenizer.token(token_id)
+        if token is None:
+            return ""
+        self._window.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        return self._take()
+
+    def flush(self) -> str:
+        """See ``Detokenizer``."""
+        return self._take()
+
+    def _take(self) -> str:
+        before = self._tokenizer.decode(self._window[: self._done])
+        text = self._tokenizer.decode(self._window)[len(before) :]
+        del self._window[: self._done]
+        self._done = len(self._window)
+        return text
+
+
+class StopStrings:
+    """Finds the first stop string in a text that comes in parts, however it is cut.
+
+    First is the one that ends first; of those, the longest. Text that may be the beginning of a
+    stop string is held back.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._include = include_in_output
+        self._held = ""
+
+    def feed(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
+        """Text that may be shown now, and the stop string if one is complete.
+
+        Without ``check`` the text passes and can be no part of a match.
+        """
+        if not (self._stop and check):
+            return self.flush() + text, None
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return text[: end if self._include else start], stop
+        keep = max(self._overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """What was held back; no stop string comes any more."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of ``text`` that begins ``stop``."""
+        longest = min(len(stop) - 1, len(text))
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

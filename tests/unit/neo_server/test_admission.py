@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from neo_server import errors
+from neo_server.admission import check_prompt, check_request_id, sampling_of, stop_of
+from protos import inference_pb2 as pb
+from protos.model_config import parse_model_config
+from tests.unit.neo_server.conftest import CONFIG
+
+MODEL = parse_model_config(CONFIG, {})
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    sampling = sampling_of(pb.SamplingParams())
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+    assert sampling_of(pb.SamplingParams()).seed != sampling.seed
+    stop = stop_of(pb.StopConditions(), room=30, model=MODEL)
+    assert (stop.max_tokens, stop.min_tokens, stop.stop) == (30, 0, ())
+    assert stop.stop_token_ids == {399}
+
+
+def test_zeros_that_were_set_are_kept() -> None:
+    sampling = sampling_of(pb.SamplingParams(temperature=0.0, seed=0, top_k=-1))
+    assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.0, 0, 0)
+
+
+def test_ignore_eos_keeps_the_clients_own_stop_tokens() -> None:
+    message = pb.StopConditions(ignore_eos=True, stop_token_ids=[5])
+    assert stop_of(message, 30, MODEL).stop_token_ids == {5}
+
+
+def test_max_tokens_is_cut_to_the_room_there_is() -> None:
+    assert stop_of(pb.StopConditions(max_tokens=99), 30, MODEL).max_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -0.5}, ["temperature", "-0.5", ">= 0"]),
+        ({"temperature": float("nan")}, ["temperature", "nan"]),
+        ({"temperature": float("inf")}, ["temperature", "inf"]),
+        ({"top_p": 0.0}, ["top_p", "0", "(0, 1]"]),
+        ({"top_p": 1.1}, ["top_p", "1.1"]),
+        ({"top_p": float("nan")}, ["top_p", "nan"]),
+        ({"min_p": -0.1}, ["min_p", "-0.1"]),
+        ({"top_k": -2}, ["top_k", "-2"]),
+    ],
+)
+def test_bad_sampling_is_refused_by_field_value_and_limit(
+    fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        sampling_of(pb.SamplingParams(**fields))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 0}, ["max_tokens", "0", ">= 1"]),
+        ({"max_tokens": 3, "min_tokens": 4}, ["min_tokens", "4", "3"]),
+        ({"stop": ["a", ""]}, ["stop", "empty"]),
+        ({"stop": ["a"] * 65}, ["stop", "65", "64"]),
+        ({"stop_token_ids": [400]}, ["stop_token_ids", "400"]),
+    ],
+)
+def test_bad_stop_conditions_are_refused_by_field_value_and_limit(
+    fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        stop_of(pb.StopConditions(**fields), 30, MODEL)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([], ["prompt", "0 tokens"]),
+        ([1, 400], ["400", "vocab_size"]),
+        ([1] * 20, ["20 tokens", "max_model_len", "20 tokens"]),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(ids: list[int], words: list[str]) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        check_prompt(ids, 400, 20, "max_model_len")
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_the_longest_prompt_passes_and_request_ids_are_made_or_kept() -> None:
+    check_prompt([399] * 19, 400, 20, "max_model_len")
+    assert check_request_id("mine") == "mine"
+    assert check_request_id("") != check_request_id("")
+    with pytest.raises(errors.InvalidRequestError, match="257"):
+        check_request_id("x" * 257)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.DuplicateRequestError, grpc.StatusCode.ALREADY_EXISTS),
+        (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
+        (errors.ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
+        (errors.PlanError, grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_each_error_has_its_status(error: type[errors.NeoError], code: grpc.StatusCode) -> None:
+    assert errors.to_status(error("why")) == (code, "why")

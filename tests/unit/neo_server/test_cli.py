@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from neo_server.cli import app
+from neo_server.client import Sampling, chat_tokens
+from neo_server.errors import ConfigurationError
+from neo_server.tokenizer import Tokenizer
+
+RUNNER = CliRunner()
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--device", "--load-format"])
+def test_an_unknown_choice_is_named(tiny_model: Path, flag: str) -> None:
+    result = RUNNER.invoke(app, ["serve", str(tiny_model), flag, "nonsense"])
+    assert result.exit_code == 2
+    assert "nonsense" in result.output
+
+
+def test_every_flag_of_serve_has_vllms_spelling() -> None:
+    command = app.registered_commands[0]
+    assert command.callback is not None
+    names = command.callback.__annotations__
+    for flag in (
+        *("host", "port", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        *("enable_chunked_prefill", "block_size", "gpu_memory_utilization", "dtype", "device"),
+        *("num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_offloading_size", "load_format"),
+        *("scheduling_policy", "served_model_name", "seed"),
+    ):
+        assert flag in names
+
+
+def test_unset_sampling_flags_leave_the_servers_defaults() -> None:
+    request = Sampling().request()
+    assert not request.sampling_params.HasField("temperature")
+    assert not request.stop_conditions.HasField("max_tokens")
+    request = Sampling(temperature=0.0, seed=0, max_tokens=3, stop=("x",)).request()
+    assert request.sampling_params.HasField("temperature")
+    assert request.sampling_params.HasField("seed")
+    assert list(request.stop_conditions.stop) == ["x"]
+
+
+def test_a_chat_prompt_has_the_special_tokens_of_its_template_only(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match="no chat template"):
+        chat_tokens(tiny_model, "hello")
+    (tmp_path / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
+    template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    ids = chat_tokens(tmp_path, "the fox")
+    assert (ids[0], ids[-1], ids.count(1)) == (1, 0, 1)
+    assert Tokenizer.from_pretrained(tmp_path).decode(ids) == "the fox"
+
+
+def test_chat_without_a_model_says_what_it_needs() -> None:
+    result = RUNNER.invoke(app, ["generate", "hi", "--chat"])
+    assert result.exit_code == 1
+    assert "--model" in result.output
+
+
+def test_an_unreachable_server_is_an_error_and_no_traceback() -> None:
+    result = RUNNER.invoke(app, ["generate", "hi", "--server", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "UNAVAILABLE" in result.output
