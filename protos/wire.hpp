@@ -232,7 +232,7 @@ struct alignas(64) SlotParams {
 // ---- work: gpu_worker -> cpu workers ------------------------------------------------------------
 
 // One job = one channel (sub-batch) at one layer = one epoch of that channel. `published` counts
-// up by one per job; job e of a plan is layer e - first_epoch[channel].
+// only up; job e of a plan is layer e - first_epoch[channel]. No epoch is given to two plans.
 struct alignas(64) Channel {
   Doorbell published;   // by the gpu_worker
   Doorbell done;        // max-stored by whichever cpu worker finds every word of the job finished
@@ -263,7 +263,8 @@ enum class TaskState : std::uint32_t { free = 0, claimed = 1, finished = 2 };
 // A task word, one per task of a channel: [atomic] 64 bits
 //   bits 63..20 epoch | 19..18 TaskState | 17..9 worker row | 8..0 thread
 // Claim: CAS {older epoch, any} or {e, claimed by other, lease over} -> {e, claimed, me}.
-// Finish: CAS {e, claimed, me} -> {e, finished, me}; whoever fails it has lost, harmlessly.
+// Finish: CAS {e, claimed, anyone} -> {e, finished, me}: the first whole result wins, its maker's own
+// area holds it; who finds the task finished (or the epoch gone) has lost, harmlessly.
 inline constexpr unsigned kTaskEpochShift = 20;
 inline constexpr unsigned kTaskStateShift = 18;
 inline constexpr unsigned kTaskWorkerShift = 9;

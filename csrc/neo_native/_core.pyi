@@ -31,6 +31,13 @@ class SegmentKind:
     CPU_CACHE: SegmentKind
     name: str
 
+class WorkerState:
+    EMPTY: WorkerState
+    STARTING: WorkerState
+    READY: WorkerState
+    DRAINING: WorkerState
+    name: str
+
 def validate_geometry(geometry: Array) -> None:
     """`geometry`: 0-d array of geometry_dtype. Raises ValueError that names field, value, limit."""
 
@@ -44,11 +51,14 @@ class Segment:
     def create(fd: int, kind: SegmentKind, geometry: Array, populate_threads: int = 1) -> Segment:
         """Sizes, maps, populates and formats; `version` is stored last.
 
-        Raises SharedMemoryError when the file system has too little room."""
+        Raises SharedMemoryError when the file system has too little room.
+        """
     @staticmethod
     def attach(fd: int, kind: SegmentKind, writable: bool = True) -> Segment: ...
     @property
     def size(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
     @property
     def address(self) -> int: ...
 
@@ -59,11 +69,21 @@ class Control:
     @property
     def geometry(self) -> Array: ...  # 0-d copy
     def worker_rows(self) -> Array: ...  # copy, [max_workers] of worker_row_dtype
+    def set_server_pid(self, pid: int) -> None: ...
+    @property
+    def server_pid(self) -> int: ...
     def set_stopping(self) -> None: ...  # server: workers leave
     @property
     def stopping(self) -> bool: ...
     def request_drain(self, row: int) -> None: ...  # server: this worker leaves
-    def clear_row(self, row: int) -> None: ...  # server: the process behind it is gone
+    def draining(self, row: int) -> bool: ...
+    def take_row(self, row: int, pid: int, n_threads: int, spawned: bool = False) -> None:
+        """A worker that holds the row's lock: wipes the row and enters itself, state starting."""
+    def set_state(self, row: int, state: WorkerState) -> None: ...
+    def clear_row(self, row: int) -> None:
+        """Empties the row and frees its core leases: the process behind it leaves or is gone."""
+    def lease_core(self, core: int, row: int) -> bool: ...  # True: it is this row's now
+    def release_cores(self, row: int) -> None: ...
 
 class Sequences:
     """Block tables, page tables, sampling parameters: numpy views of shared memory."""
@@ -86,9 +106,13 @@ class ResultSlot:
     rows: Array  # [max_rows] result_row_dtype
 
 class StepProducer:
-    """Server. A second producer of the same ring is refused (RuntimeError) while the first lives."""
+    """Server. A second producer of the same ring is refused (NativeError) while the first lives.
 
-    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    `takeover`, here and in the other ends: the caller holds the role's liveness lock, so a holder
+    that the ring names is dead, whatever process now has its id (containers).
+    """
+
+    def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def acquire(self) -> StepSlot | None: ...  # None: ring full
     def publish(self) -> None: ...
     def reset(self) -> None: ...  # empties the ring; only while no consumer lives
@@ -96,22 +120,24 @@ class StepProducer:
 class StepConsumer:
     """gpu_worker."""
 
-    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...  # True: front() has a slot
     def front(self) -> StepSlot | None: ...
     def release(self) -> None: ...
+    def reset(self) -> None: ...  # drops what is published
 
 class ResultProducer:
-    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def acquire(self) -> ResultSlot | None: ...
     def publish(self) -> None: ...
+    def reset(self) -> None: ...  # empties the ring; only while no consumer lives
 
 class ResultConsumer:
-    def __init__(self, segment: Segment, geometry: Array) -> None: ...
+    def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...
     def front(self) -> ResultSlot | None: ...
     def release(self) -> None: ...
-    def reset(self) -> None: ...
+    def reset(self) -> None: ...  # drops what is published
 
 class CpuCache:
     """Paged K and V in host memory. Rows come as arrays in act_dtype; 16-bit floats as uint16."""
@@ -133,18 +159,25 @@ class Exchange:
     def begin_plan(
         self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
     ) -> None:
-        """Writes the work descriptor; per sub-batch uint32 arrays of its decode_cpu rows (may be
-        empty). Chooses splits by the worker table's threads. Marks the pool active."""
+        """Writes the work descriptor and marks the pool active.
+
+        Per sub-batch uint32 arrays of its decode_cpu rows (may be empty). Chooses splits by the
+        worker table's threads. Raises IndexError or ValueError for rows that do not fit.
+        """
     def publish(self, channel: int, layer: int, q: Array) -> None:
         """q: [n, n_heads, head_dim] in act_dtype, already stored K/V. Rings."""
     def wait(self, channel: int, timeout_s: float) -> bool:
-        """Until the published job is done. False: time is up (the caller may wait on or abort)."""
+        """Until the published job is done. Runs signal handlers meanwhile.
+
+        False: time is up (the caller may wait on or abort), or the job was aborted.
+        """
     def abort(self, channel: int) -> None:
         """Gives the published job up."""
     def collect(self, channel: int, out: Array) -> None:
         """Merges the splits by log-sum-exp into out: [n, n_heads, head_dim] in act_dtype."""
-    def end_plan(self) -> None: ...
-    def live_workers(self) -> int: ...
+    def end_plan(self) -> None: ...  # aborts what is not done
+    def n_tasks(self, channel: int) -> int: ...  # of the plan's jobs on this channel
+    def live_workers(self) -> int: ...  # rows whose state is ready
 
 class AttentionWorker:
     """The whole hot path of a cpu worker: threads that claim, attend, finish."""
@@ -158,17 +191,28 @@ class AttentionWorker:
         sequences: Segment,
         row: int,
         n_threads: int,
-        cores: list[int],  # pin thread i to cores[i]; empty: unpinned
+        cores: list[int] = ...,  # pin thread i to cores[i]; empty: unpinned
         fault: str = "",  # tests only: "POINT=ACTION@N", see csrc/attn_worker/fault.hpp
     ) -> None: ...
-    def start(self) -> None: ...
-    def stop(self) -> None: ...  # finishes claimed tasks, joins the threads
+    def start(self) -> None: ...  # then the row's state is ready
+    def stop(self) -> None: ...  # finishes claimed tasks, joins the threads; state draining
     def heartbeat(self) -> None: ...  # publishes counters into the worker row
 
 def attend(
-    q: Array, cache: CpuCache, layer: int, slots: Array, seq_lens: Array, isa: str = "auto"
+    q: Array,
+    cache: CpuCache,
+    layer: int,
+    slots: Array,
+    seq_lens: Array,
+    isa: str = "auto",
+    n_splits: int = 1,
 ) -> Array:
-    """Decode attention in the caller's thread: tests and benchmarks. q: [n, n_heads, head_dim]."""
+    """Decode attention in the caller's thread: tests and benchmarks. q: [n, n_heads, head_dim].
+
+    `isa`: a name of isa_variants(), or "auto": the best, or what NEO_CPU_ISA names. `n_splits`:
+    each sequence is computed in that many parts and merged. Raises ValueError for an instruction
+    set that cannot run here, IndexError for rows that do not fit.
+    """
 
 def isa_variants() -> list[str]:
     """Kernel variants that this machine can run, best first."""

@@ -1,0 +1,1 @@
+"""Stateless CPU-attention worker: claims tasks in shared memory, attends, finishes."""

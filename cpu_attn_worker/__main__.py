@@ -1,0 +1,46 @@
+"""``python -m cpu_attn_worker --server HOST:PORT [--threads N] [--pin]``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from cpu_attn_worker.worker import WorkerError, run
+from neo_native import NativeError
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Exits with status 2 and a message when an argument is wrong."""
+    parser = argparse.ArgumentParser(prog="neo-cpu-attn-worker", description=__doc__)
+    parser.add_argument("--server", required=True, metavar="HOST:PORT", help="the server's gRPC")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="attention threads (default: the server's setting)"
+    )
+    parser.add_argument("--pin", action="store_true", help="lease a core for each thread")
+    parser.add_argument("--spawned", action="store_true", help="started by the server: die with it")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)  # tests: fault.hpp
+    args = parser.parse_args(argv)
+    if args.threads is not None and not 1 <= args.threads <= 512:
+        parser.error(f"--threads is {args.threads}; it must be from 1 to 512")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 after leaving in order, 1 when it could not join."""
+    args = parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s",
+    )
+    try:
+        run(args.server, args.threads, args.fault, pin=args.pin, spawned=args.spawned)
+    except (WorkerError, NativeError, OSError, ValueError) as error:
+        logging.getLogger("cpu_attn_worker").error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

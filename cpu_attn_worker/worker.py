@@ -1,0 +1,176 @@
+"""The life of a cpu-attention worker: register, take a row, attend until told to leave.
+
+It owns nothing but its row of the worker table and its output area, so it may join, leave or die at
+any moment; what it had claimed is done by others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from neo_native import AttentionWorker, Control, active_isa, segments
+from protos import control_pb2, control_pb2_grpc
+
+logger = logging.getLogger("cpu_attn_worker")
+
+HEARTBEAT_S = 0.2
+REGISTER_TIMEOUT_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+class WorkerError(RuntimeError):
+    """The worker cannot join; the message says why."""
+
+
+def run(
+    server_address: str,
+    threads: int | None,
+    fault: str = "",
+    *,
+    pin: bool = False,
+    spawned: bool = False,
+) -> None:
+    """Joins the server at ``HOST:PORT`` and works until it is told to leave.
+
+    `threads`: attention threads; None takes the server's setting. `pin`: lease a core for each.
+    `spawned`: a child of the server, which dies with it. Raises WorkerError when the server cannot
+    be reached or its worker table is full, and neo_native's errors when the segments do not fit.
+    """
+    if spawned:
+        _die_with_parent()
+    response = _register(server_address)
+    attached = segments.attach_all(
+        response.segments.instance_id,
+        response.segments.shm_dir or None,
+        cpu_cache_writable=False,
+    )
+    try:
+        serve(attached, threads or response.num_threads or 1, fault, pin=pin, spawned=spawned)
+    finally:
+        attached.close()
+
+
+def serve(
+    attached: segments.SegmentSet,
+    threads: int,
+    fault: str = "",
+    *,
+    pin: bool = False,
+    spawned: bool = False,
+) -> None:
+    """The part of `run` after registration."""
+    control = Control(attached.control)
+    row = _take_row(attached, control, threads, spawned)
+    try:
+        worker = AttentionWorker(
+            control,
+            attached.work,
+            attached.exchange,
+            attached.cpu_cache,
+            attached.sequences,
+            row,
+            threads,
+            _lease_cores(control, row, threads) if pin else [],
+            fault,
+        )
+        with _leave_on_signal() as leaving:
+            worker.start()
+            logger.info("row %d: %d threads, %s kernel", row, threads, active_isa())
+            try:
+                reason = _beat(attached, control, worker, row, leaving)
+            finally:
+                worker.stop()
+        logger.info("row %d: left, %s", row, reason)
+    finally:
+        control.clear_row(row)
+        segments.unlock(attached.fd, segments.cpu_worker_byte(row))
+
+
+def _beat(
+    attached: segments.SegmentSet,
+    control: Control,
+    worker: AttentionWorker,
+    row: int,
+    leaving: threading.Event,
+) -> str:
+    """Publishes counters until there is a reason to leave; returns it."""
+    while True:
+        if leaving.wait(HEARTBEAT_S):
+            return "signalled"
+        worker.heartbeat()
+        if control.stopping:
+            return "the server is stopping"
+        if control.draining(row):
+            return "drained by the server"
+        if not attached.is_locked(segments.SERVER_BYTE):
+            return "the server is gone"
+
+
+def _register(server_address: str) -> control_pb2.RegisterCpuAttnWorkerResponse:
+    request = control_pb2.RegisterCpuAttnWorkerRequest(pid=os.getpid())
+    # The channel is only for this call: after it, shared memory and a file lock say everything.
+    with grpc.insecure_channel(server_address) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        try:
+            response: control_pb2.RegisterCpuAttnWorkerResponse = stub.RegisterCpuAttnWorker(
+                request, timeout=REGISTER_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            raise WorkerError(f"registering with {server_address}: {error}") from error
+    return response
+
+
+def _take_row(attached: segments.SegmentSet, control: Control, threads: int, spawned: bool) -> int:
+    """The first row whose lock is free: its former process, if any, is dead for sure."""
+    max_workers = int(attached.geometry["max_workers"])
+    for row in range(max_workers):
+        if attached.try_lock(segments.cpu_worker_byte(row)):
+            control.take_row(row, os.getpid(), threads, spawned)
+            return row
+    raise WorkerError(f"all {max_workers} rows of the worker table (max_workers) are taken")
+
+
+def _lease_cores(control: Control, row: int, threads: int) -> list[int]:
+    """One core of our affinity mask per thread, or none at all (with a warning)."""
+    leased: list[int] = []
+    for core in sorted(os.sched_getaffinity(0)):
+        if len(leased) < threads and control.lease_core(core, row):
+            leased.append(core)
+    if len(leased) == threads:
+        return leased
+    control.release_cores(row)
+    logger.warning(
+        "row %d: %d of %d threads found a free core; running unpinned", row, len(leased), threads
+    )
+    return []
+
+
+@contextmanager
+def _leave_on_signal() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set. Handlers exist in the main thread only."""
+    leaving = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield leaving
+        return
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = {kind: signal.signal(kind, lambda *_: leaving.set()) for kind in kinds}
+    try:
+        yield leaving
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that spawned it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise WorkerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")

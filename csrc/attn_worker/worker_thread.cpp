@@ -1,0 +1,220 @@
+#include "attn_worker/worker_thread.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "ipc/clock.hpp"
+#include "ipc/doorbell.hpp"
+#include "layout/task_word.hpp"
+
+namespace neo::attn_worker {
+
+using wire::TaskState;
+
+namespace {
+
+// How long a thread sleeps at most before it looks at the stop flag and for work by itself.
+constexpr std::uint64_t kMaxSleepNs = 200'000'000;
+
+void count(std::atomic<std::uint64_t>& counter, std::uint64_t amount) {
+  counter.fetch_add(amount, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+WorkerThread::WorkerThread(Shared& shared, std::uint32_t index)
+    : shared_(shared),
+      geometry_(shared.control.geometry()),
+      layout_(geometry_),
+      index_(index),
+      runner_(shared.cache, shared.kernel) {
+  for (Progress& progress : progress_) {
+    progress.open.reserve(geometry_.max_tasks);
+    progress.seen.resize(geometry_.max_tasks);
+  }
+}
+
+void WorkerThread::run() {
+  std::uint64_t idle_since_ns = ipc::now_ns();
+  while (!shared_.stop.load(std::memory_order_acquire)) {
+    // Before the channels are looked at: a publish after this load changes the bell.
+    const std::uint64_t bell = ipc::load_acquire(&shared_.work.bell()->value);
+    Outcome best = Outcome::idle;
+    for (std::uint32_t c = 0; c < wire::kChannels; ++c) best = std::max(best, serve(c));
+    if (best == Outcome::worked) {
+      idle_since_ns = ipc::now_ns();
+    } else {
+      rest(best == Outcome::waiting, bell, idle_since_ns);
+    }
+  }
+}
+
+// Spins while a plan with CPU-requests is in flight and the last work is recent, else sleeps. A
+// thread that only waits for others' claims sleeps for a lease at most: then it may take one over.
+void WorkerThread::rest(bool waiting, std::uint64_t bell, std::uint64_t idle_since_ns) {
+  const bool active = waiting || ipc::load_acquire(&shared_.control.server()->active) != 0;
+  if (active && ipc::now_ns() - idle_since_ns < std::uint64_t{geometry_.spin_us} * 1000) {
+    for (int i = 0; i < 32; ++i) ipc::spin_pause();
+    return;
+  }
+  const std::uint64_t lease_ns = std::uint64_t{geometry_.lease_us} * 1000;
+  const std::uint64_t timeout = waiting ? std::min(lease_ns, kMaxSleepNs) : kMaxSleepNs;
+  ipc::wait(shared_.work.bell(), bell + 1, timeout, 0);
+}
+
+bool WorkerThread::over(const layout::Job& job) const {
+  const wire::Channel* channel = shared_.work.channel(job.channel);
+  return ipc::load_acquire(&channel->abort) >= job.epoch ||
+         ipc::load_acquire(&channel->done.value) >= job.epoch;
+}
+
+WorkerThread::Outcome WorkerThread::serve(std::uint32_t channel) {
+  const std::uint64_t epoch =
+      ipc::load_acquire(&shared_.work.channel(channel)->published.value);  // pairs with publish
+  layout::Job probe{};
+  probe.channel = channel;
+  probe.epoch = epoch;
+  if (over(probe)) return Outcome::idle;  // also when nothing was ever published: 0 >= 0
+  if (progress_[channel].job.epoch != epoch && !open_job(channel, epoch)) return Outcome::waiting;
+  return pass(progress_[channel]);
+}
+
+bool WorkerThread::open_job(std::uint32_t channel, std::uint64_t epoch) {
+  const auto job = shared_.work.find_job(channel, epoch);
+  if (!job) return false;
+  Progress& progress = progress_[channel];
+  progress.job = *job;
+  progress.open.resize(job->n_tasks);
+  std::iota(progress.open.begin(), progress.open.end(), 0u);
+  // Threads start at different tasks (golden-ratio steps spread any number of them evenly), so
+  // that they meet only when little is left.
+  const double ratio = 0.6180339887498949 * (shared_.row * 7 + index_);
+  const auto start = static_cast<std::size_t>((ratio - std::floor(ratio)) * job->n_tasks);
+  std::rotate(progress.open.begin(), progress.open.begin() + static_cast<std::ptrdiff_t>(start),
+              progress.open.end());
+  return true;
+}
+
+// Looks once at every task not known to be finished and does those that it can claim. When none is
+// left open the job is done. The last thread to finish a task always gets here: its finishing
+// compare-and-swap comes before its look at the other words, and theirs likewise, so of any two the
+// later one sees both finished. Should it die in between, a waiting thread finds the same.
+WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
+  const layout::Job& job = progress.job;
+  bool worked = false;
+  std::size_t kept = 0, at = 0;
+  for (; at < progress.open.size(); ++at) {
+    const std::uint32_t task = progress.open[at];
+    const std::uint64_t bits = ipc::load_acquire(shared_.work.task(job.channel, task));
+    const layout::TaskWord word = layout::unpack(bits);
+    if (word.epoch > job.epoch || shared_.stop.load(std::memory_order_relaxed) || over(job)) break;
+    if (word.epoch == job.epoch && word.state == TaskState::finished) continue;
+    const Claim claim = try_claim(progress, task, bits);
+    if (claim == Claim::taken) work_on(job, task);
+    worked = worked || claim != Claim::refused;
+    progress.open[kept++] = task;  // a later pass finds it finished, by whomever
+  }
+  // After a break the rest is unseen and stays open.
+  kept = static_cast<std::size_t>(
+      std::move(progress.open.begin() + static_cast<std::ptrdiff_t>(at), progress.open.end(),
+                progress.open.begin() + static_cast<std::ptrdiff_t>(kept)) -
+      progress.open.begin());
+  progress.open.resize(kept);
+  if (kept == 0) {
+    ipc::ring(&shared_.work.channel(job.channel)->done, job.epoch);
+    return Outcome::worked;
+  }
+  return worked ? Outcome::worked : Outcome::waiting;
+}
+
+bool WorkerThread::lease_over(Seen& seen, std::uint64_t word) const {
+  const std::uint64_t now = ipc::now_ns();
+  if (seen.word != word) {
+    seen = {word, now};
+    return false;
+  }
+  return now - seen.since_ns > std::uint64_t{geometry_.lease_us} * 1000;
+}
+
+WorkerThread::Claim WorkerThread::try_claim(Progress& progress, std::uint32_t task,
+                                            std::uint64_t bits) {
+  const layout::Job& job = progress.job;
+  const layout::TaskWord word = layout::unpack(bits);
+  const bool steal = word.epoch == job.epoch && word.state == TaskState::claimed;
+  if (steal && !lease_over(progress.seen[task], bits)) return Claim::refused;
+  // `bits` was loaded before this: a sibling that claimed the task since makes the
+  // compare-and-swap fail, one that claimed it before is seen here while it is inside.
+  if (!shared_.siblings.enter(index_, job.channel, task)) {
+    return steal ? Claim::refused : Claim::contended;
+  }
+  if (!ipc::cas(shared_.work.task(job.channel, task), bits,
+                my_word(job.epoch, TaskState::claimed))) {
+    shared_.siblings.leave(index_);
+    return Claim::contended;
+  }
+  if (steal) count(counters_.stolen, 1);
+  return Claim::taken;
+}
+
+std::uint64_t WorkerThread::my_word(std::uint64_t epoch, TaskState state) const {
+  return layout::pack({epoch, state, shared_.row, index_});
+}
+
+void WorkerThread::work_on(const layout::Job& job, std::uint32_t task) {
+  shared_.fault.reach(FaultPoint::claimed);
+  const std::uint64_t start = ipc::now_ns();
+  const std::uint64_t bytes = compute(job, task);
+  count(counters_.busy_ns, ipc::now_ns() - start);
+  count(counters_.kv_bytes, bytes);
+  shared_.fault.reach(FaultPoint::written);
+  // No bytes: the descriptor was stale or wrong. The claim runs out, the task stays open.
+  if (bytes != 0) finish(job, task);
+  shared_.siblings.leave(index_);
+  shared_.fault.reach(FaultPoint::finished);
+}
+
+std::uint64_t WorkerThread::compute(const layout::Job& job, std::uint32_t task) {
+  std::byte* area =
+      shared_.exchange.data() + layout_.area(geometry_, shared_.row, job.channel, task);
+  if (shared_.fault.due(FaultPoint::computing)) {
+    auto* torn = reinterpret_cast<float*>(area);
+    std::fill(torn, torn + layout_.area_bytes / sizeof(float) / 2,
+              std::numeric_limits<float>::quiet_NaN());
+    shared_.fault.fire();
+  }
+  const wire::WorkRow* rows = shared_.work.rows(job.plan, job.channel);
+  std::uint32_t low = 0, high = job.n_rows;  // the last row whose first task is not after `task`
+  while (high - low > 1) {
+    const std::uint32_t middle = low + (high - low) / 2;
+    (ipc::load_relaxed(&rows[middle].first_task) <= task ? low : high) = middle;
+  }
+  const std::uint32_t first_task = ipc::load_relaxed(&rows[low].first_task);
+  const std::uint32_t n_splits = ipc::load_relaxed(&rows[low].n_splits);
+  if (job.n_rows == 0 || n_splits == 0 || first_task > task) return 0;
+  const Task what{job.layer,
+                  ipc::load_relaxed(&rows[low].slot),
+                  ipc::load_relaxed(&rows[low].seq_len),
+                  (task - first_task) / n_splits,
+                  (task - first_task) % n_splits,
+                  n_splits};
+  return runner_.run(what, shared_.exchange.data() + layout_.q_row(geometry_, job.channel, low),
+                     area);
+}
+
+void WorkerThread::finish(const layout::Job& job, std::uint32_t task) {
+  std::uint64_t* word = shared_.work.task(job.channel, task);
+  std::uint64_t expected = my_word(job.epoch, TaskState::claimed);
+  const std::uint64_t mine = my_word(job.epoch, TaskState::finished);
+  while (!ipc::cas(word, expected, mine)) {  // ends: a word is stolen once a lease at most
+    const layout::TaskWord found = layout::unpack(expected);
+    if (found.epoch != job.epoch || found.state != TaskState::claimed) {
+      count(counters_.lost, 1);
+      return;
+    }
+  }
+  count(counters_.tasks, 1);
+}
+
+}  // namespace neo::attn_worker

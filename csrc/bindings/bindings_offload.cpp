@@ -1,0 +1,108 @@
+#include <array>
+#include <utility>
+
+#include "attn_worker/attention_worker.hpp"
+#include "bindings/arrays.hpp"
+#include "layout/control.hpp"
+#include "offload/exchange.hpp"
+
+namespace neo::bindings {
+namespace {
+
+using attn_worker::AttentionWorker;
+using layout::Control;
+using offload::Exchange;
+using ControlPtr = std::shared_ptr<Control>;
+using ArrayPair = std::pair<py::array, py::array>;
+
+offload::DecodeRows decode_rows(const py::array& slots, const py::array& seq_lens) {
+  const py::ssize_t n = slots.ndim() == 1 ? slots.shape(0) : -1;
+  return {index_data(slots, "slots", n), index_data(seq_lens, "seq_lens", n),
+          static_cast<std::size_t>(n)};
+}
+
+void begin_plan(Exchange& exchange, std::uint64_t plan_id, const ArrayPair& slots,
+                const ArrayPair& seq_lens) {
+  const std::array<offload::DecodeRows, wire::kChannels> rows{
+      decode_rows(slots.first, seq_lens.first), decode_rows(slots.second, seq_lens.second)};
+  py::gil_scoped_release release;
+  exchange.begin_plan(plan_id, rows);
+}
+
+std::byte* channel_data(const Exchange& exchange, std::uint32_t channel, const py::array& array,
+                        const char* name, bool writable) {
+  const wire::Geometry& g = exchange.geometry();
+  return act_data(array, name,
+                  {static_cast<py::ssize_t>(exchange.n_rows(channel)), g.n_heads, g.head_dim},
+                  g.act_dtype, writable);
+}
+
+void bind_exchange(py::module_& module) {
+  py::class_<Exchange>(module, "Exchange")
+      .def(py::init([](ControlPtr control, SegmentPtr work, SegmentPtr exchange,
+                       const py::array& geometry) {
+             return std::make_unique<Exchange>(std::move(control), std::move(work),
+                                               std::move(exchange), to_geometry(geometry));
+           }),
+           py::arg("control"), py::arg("work"), py::arg("exchange"), py::arg("geometry"))
+      .def("begin_plan", &begin_plan, py::arg("plan_id"), py::arg("slots"), py::arg("seq_lens"))
+      .def(
+          "publish",
+          [](Exchange& self, std::uint32_t channel, std::uint32_t layer, const py::array& q) {
+            const std::byte* data = channel_data(self, channel, q, "q", false);
+            py::gil_scoped_release release;
+            self.publish(channel, layer, data);
+          },
+          py::arg("channel"), py::arg("layer"), py::arg("q"))
+      // In slices: a worker that dies between storing `done` and ringing costs one slice.
+      .def(
+          "wait",
+          [](Exchange& self, std::uint32_t channel, double timeout_s) {
+            return wait_interruptibly(
+                to_ns(timeout_s, "timeout_s"),
+                [&](std::uint64_t ns) { return self.wait(channel, ns); },
+                [&] { return self.aborted(channel); });
+          },
+          py::arg("channel"), py::arg("timeout_s"))
+      .def("abort", &Exchange::abort, py::arg("channel"))
+      .def(
+          "collect",
+          [](Exchange& self, std::uint32_t channel, const py::array& out) {
+            std::byte* data = channel_data(self, channel, out, "out", true);
+            py::gil_scoped_release release;
+            self.collect(channel, data);
+          },
+          py::arg("channel"), py::arg("out"))
+      .def("end_plan", &Exchange::end_plan)
+      .def("n_tasks", &Exchange::n_tasks, py::arg("channel"))
+      .def("live_workers", &Exchange::live_workers);
+}
+
+std::unique_ptr<AttentionWorker> make_worker(ControlPtr control, SegmentPtr work,
+                                             SegmentPtr exchange, SegmentPtr cpu_cache,
+                                             SegmentPtr sequences, std::uint32_t row,
+                                             std::uint32_t n_threads, std::vector<int> cores,
+                                             std::string fault) {
+  const attn_worker::WorkerSegments segments{std::move(control), std::move(work),
+                                             std::move(exchange), std::move(cpu_cache),
+                                             std::move(sequences)};
+  const attn_worker::WorkerOptions options{row, n_threads, std::move(cores), std::move(fault)};
+  py::gil_scoped_release release;
+  return std::make_unique<AttentionWorker>(segments, options);
+}
+
+}  // namespace
+
+void bind_offload(py::module_& module) {
+  bind_exchange(module);
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<AttentionWorker>(module, "AttentionWorker")
+      .def(py::init(&make_worker), py::arg("control"), py::arg("work"), py::arg("exchange"),
+           py::arg("cpu_cache"), py::arg("sequences"), py::arg("row"), py::arg("n_threads"),
+           py::arg("cores") = std::vector<int>{}, py::arg("fault") = "")
+      .def("start", &AttentionWorker::start, Unlocked())
+      .def("stop", &AttentionWorker::stop, Unlocked())
+      .def("heartbeat", &AttentionWorker::heartbeat);
+}
+
+}  // namespace neo::bindings

@@ -1,0 +1,80 @@
+// The work segment: descriptors, task words, doorbells. And how a job is read from it safely.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "ipc/atomics.hpp"
+#include "ipc/shm_segment.hpp"
+#include "layout/segment_layout.hpp"
+#include "protos/wire.hpp"
+
+namespace neo::layout {
+
+// What a cpu worker knows of one job: one channel at one layer.
+struct Job {
+  std::uint64_t epoch;
+  std::uint32_t channel;
+  std::uint32_t plan;  // descriptor slot
+  std::uint32_t layer;
+  std::uint32_t n_rows;
+  std::uint32_t n_tasks;
+};
+
+class Work {
+ public:
+  Work(std::shared_ptr<ipc::Segment> segment, const wire::Geometry& geometry)
+      : segment_(std::move(segment)), geometry_(geometry), layout_(geometry) {
+    check_segment(*segment_, wire::SegmentKind::work, geometry);
+  }
+
+  wire::Doorbell* bell() const { return at<wire::Doorbell>(layout_.bell); }
+  wire::Channel* channel(std::uint32_t c) const { return at<wire::Channel>(layout_.channels) + c; }
+  wire::WorkDesc* desc(std::uint32_t plan) const {
+    return at<wire::WorkDesc>(layout_.descs) + plan;
+  }
+  wire::WorkRow* rows(std::uint32_t plan, std::uint32_t c) const {
+    return at<wire::WorkRow>(layout_.rows) +
+           (std::uint64_t{plan} * wire::kChannels + c) * geometry_.max_rows;
+  }
+  std::uint64_t* task(std::uint32_t c, std::uint32_t index) const {
+    return at<std::uint64_t>(layout_.tasks) + std::uint64_t{c} * geometry_.max_tasks + index;
+  }
+
+  // The descriptor of the job published as `epoch`, if it is still there and whole. The writer
+  // takes first_epoch away before it touches the rest and never uses an epoch twice, so reading the
+  // same first_epoch before and after means that what lies between belongs to it.
+  std::optional<Job> find_job(std::uint32_t c, std::uint64_t epoch) const {
+    for (std::uint32_t plan = 0; plan < geometry_.n_plans; ++plan) {
+      const wire::WorkDesc* d = desc(plan);
+      const std::uint64_t first = ipc::load_acquire(&d->first_epoch[c]);
+      if (first == 0 || epoch < first) continue;
+      const std::uint64_t layer = epoch - first;
+      const Job job{epoch,
+                    c,
+                    plan,
+                    static_cast<std::uint32_t>(layer),
+                    ipc::load_relaxed(&d->n_rows[c]),
+                    ipc::load_relaxed(&d->n_tasks[c])};
+      const std::uint32_t n_layers = ipc::load_relaxed(&d->n_layers);
+      ipc::acquire_fence();
+      if (ipc::load_relaxed(&d->first_epoch[c]) != first || layer >= n_layers) continue;
+      if (job.n_rows > geometry_.max_rows || job.n_tasks > geometry_.max_tasks) continue;
+      return job;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  template <typename T>
+  T* at(std::uint64_t offset) const {
+    return reinterpret_cast<T*>(segment_->data() + offset);
+  }
+
+  std::shared_ptr<ipc::Segment> segment_;
+  wire::Geometry geometry_;
+  WorkLayout layout_;
+};
+
+}  // namespace neo::layout

@@ -1,0 +1,82 @@
+// gpu_worker's side of the hand-over to the cpu workers.
+//
+//   begin_plan ─▶ for each layer and channel with rows: publish ─▶ wait ─▶ collect ─▶ end_plan
+//                                                        └ time is up ─▶ abort
+//
+// One plan at a time, one job in flight per channel. Not thread-safe.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "layout/control.hpp"
+#include "layout/work.hpp"
+
+namespace neo::offload {
+
+// The decode_cpu rows of one sub-batch.
+struct DecodeRows {
+  const std::uint32_t* slots;
+  const std::uint32_t* seq_lens;
+  std::size_t n;
+};
+
+class Exchange {
+ public:
+  // Gives up whatever a predecessor left in flight.
+  Exchange(std::shared_ptr<layout::Control> control, std::shared_ptr<ipc::Segment> work,
+           std::shared_ptr<ipc::Segment> exchange, const wire::Geometry& geometry);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  // Throws std::invalid_argument or std::out_of_range for rows that do not fit the geometry.
+  void begin_plan(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
+  // q: [rows of the channel][n_heads][head_dim] in act_dtype.
+  void publish(std::uint32_t channel, std::uint32_t layer, const std::byte* q);
+  // False: not done within the time, or aborted.
+  bool wait(std::uint32_t channel, std::uint64_t timeout_ns);
+  void abort(std::uint32_t channel);
+  bool aborted(std::uint32_t channel) const;
+  // out: as q. Throws NativeError unless the job is done.
+  void collect(std::uint32_t channel, std::byte* out);
+  void end_plan();
+
+  std::uint32_t live_workers() const { return control_->ready_workers(); }
+  std::size_t n_rows(std::uint32_t channel) const;
+  std::uint32_t n_tasks(std::uint32_t channel) const { return state(channel).n_tasks; }
+  const wire::Geometry& geometry() const { return geometry_; }
+
+ private:
+  struct ChannelState {
+    std::uint64_t first_epoch = 0;  // of the plan
+    std::uint64_t next_epoch = 1;   // first that was never given to a plan
+    std::uint64_t epoch = 0;        // of the job last published in this plan; 0: none
+    std::uint32_t n_tasks = 0;
+    std::vector<wire::WorkRow> rows;
+  };
+
+  const ChannelState& state(std::uint32_t channel) const;
+  ChannelState& state(std::uint32_t channel);
+  void check_rows(const DecodeRows& rows) const;
+  void prepare_channel(std::uint32_t channel, const DecodeRows& rows);
+  void write_desc(std::uint64_t plan_id);
+  void retire_desc(std::uint32_t plan);
+  void collect_head(std::uint32_t channel, const wire::WorkRow& row, std::uint32_t kv_head,
+                    std::byte* out);
+
+  std::shared_ptr<layout::Control> control_;
+  std::shared_ptr<ipc::Segment> exchange_;
+  wire::Geometry geometry_;
+  layout::Work work_;
+  layout::ExchangeLayout layout_;
+  std::array<ChannelState, wire::kChannels> channels_;
+  std::vector<float> merged_;  // [group][head_dim]
+  std::uint32_t plan_ = 0;     // descriptor slot
+  bool in_plan_ = false;
+};
+
+}  // namespace neo::offload
