@@ -1,0 +1,179 @@
+"""Runs one plan: one sub-batch, or two interleaved (arXiv 2411.01142, section 3.1).
+
+Per layer and sub-batch: wait for the O that the cpu workers owe from the layer before, linear
+stage, K and V into the caches, Q to the cpu workers, attention on the device. With two sub-batches
+each one's device work hides the other's CPU attention, which needs no barrier: the only waits are
+those for a sub-batch's own O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.batch import Plan, PlannedSwap, PrefillRow, RowStatus, SubBatch
+from gpu_worker.kv_pool import GpuCache
+from gpu_worker.model import Activations, LlamaModel
+from gpu_worker.offload import Offload
+from gpu_worker.plan_check import SwapKind
+from gpu_worker.sampler import sample
+from gpu_worker.timing import StageTimer, StageTimes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan gave, by row of the plan."""
+
+    plan_id: int
+    slots: npt.NDArray[np.uint32]
+    status: npt.NDArray[np.uint32]  # RowStatus
+    tokens: npt.NDArray[np.int32]  # -1 unless sampled
+    logprobs: npt.NDArray[np.float32]  # 0 unless sampled
+    times: StageTimes
+    cpu_tasks: int  # attention tasks given to the cpu workers, over all layers
+
+
+class Executor:
+    """The device's side of every iteration."""
+
+    def __init__(self, model: LlamaModel, cache: GpuCache, offload: Offload) -> None:
+        self._model = model
+        self._ops = model.ops
+        self._scale = model.config.attention_scale
+        self._n_layers = model.config.num_hidden_layers
+        self._cache = cache
+        self._offload = offload
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Outcome:
+        """Computes the plan and waits for it."""
+        timer = StageTimer(muted=self._model.device.type == "cuda")
+        self._offload.begin(plan)
+        try:
+            hidden = self._forward(plan, timer)
+        finally:
+            self._offload.end()
+        tokens, logprobs = self._sample(plan, hidden)
+        timer.lap("head")
+        return self._outcome(plan, tokens, logprobs, timer.stop())
+
+    def _forward(self, plan: Plan, timer: StageTimer) -> list[Tensor]:
+        """The residual rows that are to be sampled from, per sub-batch."""
+        batches = [(sub, self._model.embed(sub.tokens, sub.positions)) for sub in plan.sub_batches]
+        timer.lap("head")
+        for layer in range(self._n_layers):
+            for swap in plan.swaps:
+                self._swap(layer, swap)
+            timer.lap("swap")
+            for sub, x in batches:
+                self._join(sub, x, layer, timer)
+                self._model.linear_stage(x, layer)
+                timer.lap("linear", sub.channel)
+                self._hand_off(sub, x, layer)
+                timer.lap("handoff")
+                self._attend(sub, x, layer)
+                timer.lap("gpu_attn", sub.channel)
+        for sub, x in batches:
+            self._join(sub, x, self._n_layers, timer)
+            self._model.linear_stage(x, self._n_layers)
+            timer.lap("linear", sub.channel)
+        return [x.residual[sub.sampled] for sub, x in batches]
+
+    def _join(self, sub: SubBatch, x: Activations, layer: int, timer: StageTimer) -> None:
+        """Waits for O of the layer before; a void channel's rows go on with zeros, unused."""
+        if sub.cpu_decodes is None or layer == 0:
+            return
+        out = x.attn[sub.cpu_decodes.tokens]
+        done = self._offload.wait(sub.channel)
+        timer.lap("cpu_wait", sub.channel)
+        if done:
+            self._offload.collect(sub.channel, out)
+        else:
+            out.zero_()
+        timer.lap("handoff")
+
+    def _hand_off(self, sub: SubBatch, x: Activations, layer: int) -> None:
+        """K and V into the caches they belong to, then Q to the cpu workers."""
+        for tokens, index in sub.stores:
+            self._cache.store(layer, index, x.k[tokens], x.v[tokens])
+        for row in sub.prefills:
+            if row.on_cpu:
+                k, v = x.k[row.tokens], x.v[row.tokens]
+                self._offload.store_span(layer, row.slot, row.start, k, v)
+        if (rows := sub.cpu_decodes) is not None:
+            self._offload.store_rows(layer, rows, x.k[rows.tokens], x.v[rows.tokens])
+            self._offload.publish(sub.channel, layer, x.q[rows.tokens])
+
+    def _attend(self, sub: SubBatch, x: Activations, layer: int) -> None:
+        for row in sub.prefills:
+            k, v = self._prefill_kv(row, x, layer)
+            x.attn[row.tokens] = self._ops.prefill_attention(
+                x.q[row.tokens], k, v, row.mask, self._scale
+            )
+        if (rows := sub.gpu_decodes) is not None:
+            x.attn[rows.tokens] = self._ops.decode_attention(
+                x.q[rows.tokens],
+                *self._cache.layer(layer),
+                rows.block_table,
+                rows.mask,
+                self._scale,
+            )
+
+    def _prefill_kv(self, row: PrefillRow, x: Activations, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of the whole sequence so far: earlier chunks from their cache, then the new."""
+        k, v = x.k[row.tokens], x.v[row.tokens]
+        if row.start == 0:
+            return k, v
+        if row.earlier is None:
+            earlier_k, earlier_v = self._offload.load_span(layer, row.slot, row.start)
+        else:
+            earlier_k, earlier_v = self._cache.load(layer, row.earlier)
+        return torch.cat((earlier_k, k)), torch.cat((earlier_v, v))
+
+    def _swap(self, layer: int, swap: PlannedSwap) -> None:
+        if swap.kind is SwapKind.OUT:
+            self._offload.store_span(layer, swap.slot, 0, *self._cache.load(layer, swap.index))
+        else:
+            k, v = self._offload.load_span(layer, swap.slot, len(swap.index))
+            self._cache.store(layer, swap.index, k, v)
+
+    def _sample(
+        self, plan: Plan, hidden: list[Tensor]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        if len(plan.sampled_rows) == 0:
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        logits = self._model.logits(torch.cat(hidden))
+        tokens, logprobs = sample(logits, plan.sampling)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _outcome(
+        self,
+        plan: Plan,
+        tokens: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        times: StageTimes,
+    ) -> Outcome:
+        n_rows = len(plan.slots)
+        outcome = Outcome(
+            plan_id=plan.plan_id,
+            slots=plan.slots,
+            status=np.full(n_rows, RowStatus.COMPUTED, np.uint32),
+            tokens=np.full(n_rows, -1, np.int32),
+            logprobs=np.zeros(n_rows, np.float32),
+            times=times,
+            cpu_tasks=self._offload.tasks,
+        )
+        outcome.status[plan.sampled_rows] = RowStatus.SAMPLED
+        outcome.tokens[plan.sampled_rows] = tokens
+        outcome.logprobs[plan.sampled_rows] = logprobs
+        for sub in plan.sub_batches:
+            if sub.channel in self._offload.voided and sub.cpu_decodes is not None:
+                void = np.arange(sub.rows.stop - len(sub.cpu_decodes.slots), sub.rows.stop)
+                outcome.status[void] = RowStatus.VOIDED
+                outcome.tokens[void] = -1
+                outcome.logprobs[void] = 0.0
+        return outcome

@@ -1,0 +1,34 @@
+"""Checks that the shared segments were made for the model that this worker loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from gpu_worker.errors import GeometryError
+from protos.config import DType, EngineConfig
+from protos.model_config import ModelConfig
+
+Array = npt.NDArray[Any]
+
+WIRE_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # neo::wire::DType
+
+
+def check_geometry(geometry: Array, model: ModelConfig, config: EngineConfig, rank: int) -> None:
+    """Raises ``GeometryError`` unless the segments were made for this model and configuration."""
+    expected = {
+        "n_layers": model.num_hidden_layers,
+        "n_heads": model.num_attention_heads,
+        "n_kv_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "act_dtype": WIRE_DTYPES[config.worker.dtype],
+        "block_size": config.cache.block_size,
+        "rank": rank,
+    }
+    for field, value in expected.items():
+        if int(geometry[field]) != value:
+            found = int(geometry[field])
+            raise GeometryError(
+                f"{field} is {found} in the segments, {value} for {config.model_path}"
+            )

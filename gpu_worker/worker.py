@@ -1,0 +1,180 @@
+"""The gpu worker's heartbeat: plan in, tokens out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from gpu_worker import ops
+from gpu_worker.batch import Plan, PlanReader
+from gpu_worker.errors import DeviceError
+from gpu_worker.executor import Executor, Outcome
+from gpu_worker.geometry_check import check_geometry
+from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
+from gpu_worker.model import LlamaModel
+from gpu_worker.offload import Offload
+from gpu_worker.plan_check import PlanLimits
+from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
+from neo_native import (
+    Array,
+    Control,
+    CpuCache,
+    Exchange,
+    ResultProducer,
+    Sequences,
+    StepConsumer,
+)
+from neo_native.segments import SERVER_BYTE, SegmentSet
+from protos.config import EngineConfig
+from protos.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2  # how soon an idle worker notices that the server is gone
+FULL_RING_PAUSE_S = 0.001
+
+
+class GpuWorker:
+    """Model, caches and rings of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        segments: SegmentSet,
+        rank: int,
+        asked_to_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Loads the model and sizes the GPU-cache. The caller holds the lock of its rank.
+
+        Raises ``GpuWorkerError`` or ``UnsupportedModelError``; ``asked_to_leave`` is how a signal
+        handler ends ``run``.
+        """
+        geometry = segments.geometry
+        self.device = select_device(config, rank)
+        model_config = ModelConfig.from_pretrained(config.model_path)
+        check_geometry(geometry, model_config, config, rank)
+        model = _load_model(config, model_config, self.device)
+        self.num_gpu_blocks = num_gpu_blocks(
+            model_config, config.cache, config.scheduler, model.dtype.itemsize, self.device
+        )
+        cache = GpuCache(
+            model_config, self.num_gpu_blocks, config.cache.block_size, model.dtype, self.device
+        )
+        self._segments = segments
+        self._asked_to_leave = asked_to_leave
+        self._rank = rank
+        self._control = Control(segments.control)
+        sequences = Sequences(segments.sequences, geometry)
+        offload = Offload(
+            Exchange(self._control, segments.work, segments.exchange, geometry),
+            CpuCache(segments.cpu_cache, sequences, geometry),
+            geometry,
+            model.dtype,
+            self.device,
+            config.worker.cpu_attn_timeout_s,
+            keep_waiting=lambda: not self.leaving(),
+        )
+        self._executor = Executor(model, cache, offload)
+        limits = PlanLimits.from_geometry(
+            geometry, self.num_gpu_blocks, config.scheduler.max_model_len, model_config.vocab_size
+        )
+        self._reader = PlanReader(sequences, limits, self.device)
+        # The lock of this rank is held, so whoever the rings still name is dead.
+        self._steps = StepConsumer(segments.steps, geometry, takeover=True)
+        self._results = ResultProducer(segments.results, geometry, takeover=True)
+
+    def run(self) -> None:
+        """Serves plans until it is time to leave. Raises ``BadPlanError``."""
+        while not self.leaving():
+            plan = self.recv_plan()
+            if plan is None:
+                continue
+            outcome = self._executor.run(plan)
+            self._steps.release()
+            self.send_result(outcome)
+
+    def leaving(self) -> bool:
+        """The server is gone or stopping, or a signal asked this process to leave."""
+        return (
+            self._asked_to_leave()
+            or self._control.stopping
+            or not self._segments.is_locked(SERVER_BYTE)
+        )
+
+    def recv_plan(self) -> Plan | None:
+        """The oldest plan on the step ring, or None when none came for ``POLL_S``."""
+        if not self._steps.wait(POLL_S):
+            return None
+        step = self._steps.front()
+        return None if step is None else self._reader.read(step)
+
+    def send_result(self, outcome: Outcome) -> None:
+        """Puts the outcome on the result ring, waiting for room while the server lives."""
+        while (slot := self._results.acquire()) is None:
+            if self.leaving():
+                return
+            time.sleep(FULL_RING_PAUSE_S)
+        write_header(slot.header, outcome, self._rank)
+        rows = slot.rows[: len(outcome.slots)]
+        rows["slot"] = outcome.slots
+        rows["status"] = outcome.status
+        rows["token"] = outcome.tokens
+        rows["logprob"] = outcome.logprobs
+        self._results.publish()
+
+
+def write_header(header: Array, outcome: Outcome, rank: int) -> None:
+    """Fills a ``ResultHeader``."""
+    times = outcome.times
+    header["plan_id"] = outcome.plan_id
+    header["n_rows"] = len(outcome.slots)
+    header["rank"] = rank
+    header["elapsed"] = times.elapsed
+    header["linear"] = times.linear
+    header["gpu_attn"] = times.gpu_attn
+    header["cpu_wait"] = times.cpu_wait
+    header["handoff"] = times.handoff
+    header["swap"] = times.swap
+    header["head"] = times.head
+    header["cpu_tasks"] = outcome.cpu_tasks
+
+
+def select_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of this rank; sets PyTorch's thread count. Raises ``DeviceError``."""
+    if config.worker.torch_threads:
+        torch.set_num_threads(config.worker.torch_threads)
+    if config.worker.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("device is 'cuda', but this PyTorch finds no CUDA device")
+    if rank >= torch.cuda.device_count():
+        raise DeviceError(f"rank is {rank}; there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", rank)
+
+
+def device_name(device: torch.device) -> str:
+    """For people: ``cpu`` or ``NVIDIA T4``."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
+
+
+def _load_model(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device
+) -> LlamaModel:
+    begin = time.perf_counter()
+    weights = _load_weights(config, model_config, device)
+    seconds = time.perf_counter() - begin
+    logger.info("loaded %s in %.1f s", config.model_path, seconds)
+    positions = config.scheduler.max_model_len
+    return LlamaModel(model_config, weights, ops.select(device), positions)
+
+
+def _load_weights(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device
+) -> LlamaWeights:
+    dtype = TORCH_DTYPES[config.worker.dtype]
+    if config.worker.load_format == "dummy":
+        return dummy_weights(model_config, dtype, device, config.worker.seed)
+    return load_weights(config.model_path, model_config, dtype, device)
