@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import neo_native as native
 import numpy as np
 import torch
 
+import neo_native as native
 from gpu_worker import ops
 from gpu_worker.batch import PlanReader, RowKind, SwapKind
 from gpu_worker.executor import Executor, Outcome

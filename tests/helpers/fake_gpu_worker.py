@@ -130,8 +130,8 @@ class FakeModel:
 def main() -> None:
     """A process on the real seam: registers, serves the rings, leaves with the server."""
     import grpc
-    from neo_native import ResultProducer, Sequences, StepConsumer, segments
 
+    from neo_native import ResultProducer, Sequences, StepConsumer, segments
     from protos import control_pb2 as pb
     from protos import control_pb2_grpc as rpc
     from protos.config import EngineConfig

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from neo_native import (
     result_header_dtype,
     result_row_dtype,
@@ -17,7 +18,6 @@ from neo_native import (
     step_row_dtype,
     swap_dtype,
 )
-
 from neo_server.block_manager import BlockManager
 from neo_server.errors import GpuWorkerDiedError
 from neo_server.gpu_client import read_result, write_step

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neo_native import make_geometry
 
+from neo_native import make_geometry
 from neo_server.banner import rows
 from neo_server.errors import ConfigurationError
 from neo_server.geometry import geometry_fields, num_cpu_pages
