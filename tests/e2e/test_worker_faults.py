@@ -29,6 +29,9 @@ FLAGS = (
 )
 
 
+DISTURBANCES = 4  # from outside, in one run; one of them may be a kill
+
+
 class Faults:
     """Hand-started workers that stop or kill themselves at a chosen point of a chosen task."""
 
@@ -41,6 +44,8 @@ class Faults:
             action = self.random.choice(("kill", "stop"))
             task = self.random.randrange(1, 60)
             self.workers.append(server.start_worker("--fault", f"{point}={action}@{task}"))
+        pids = [worker.pid for worker in self.workers]
+        server.wait_until(f"{{w.pid for w in info.workers}} >= {set(pids)}")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._disturb)
 
@@ -64,14 +69,18 @@ class Faults:
 
     def _disturb(self) -> None:
         """From outside, at random moments: the server's own workers freeze, thaw and die."""
-        while not self._over.wait(self.random.uniform(0.02, 0.2)):
-            pids = self.server.cpu_worker_pids()
-            if not pids:
-                continue
-            pid = self.random.choice(pids)
-            for kind in self.random.choice(((signal.SIGSTOP, signal.SIGCONT), (signal.SIGKILL,))):
-                _signal(pid, kind)
+        killed = False
+        for _ in range(DISTURBANCES):
+            if self._over.wait(self.random.uniform(0.02, 0.4)):
+                return
+            pid = self.random.choice(self.server.cpu_worker_pids() or [0])
+            if pid and not killed and self.random.random() < 0.25:
+                killed = True
+                _signal(pid, signal.SIGKILL)
+            elif pid:
+                _signal(pid, signal.SIGSTOP)
                 time.sleep(self.random.uniform(0.0, 0.1))
+                _signal(pid, signal.SIGCONT)
             for worker in self.workers:
                 if self.random.random() < 0.3:
                     _signal(worker.pid, signal.SIGCONT)

@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 class Reference:
     """A checkpoint in fp32 under transformers."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, device: str = "cpu") -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.device = device
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        )
+        self.model = self.model.to(device).eval()
         self._judged: dict[tuple[tuple[int, ...], tuple[int, ...]], int | None] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -36,7 +38,7 @@ class Reference:
 
     @torch.inference_mode()
     def _judge(self, prompt: list[int], output: list[int]) -> int | None:
-        ids = torch.tensor([prompt + output])
+        ids = torch.tensor([prompt + output], device=self.device)
         logits = self.model(ids, logits_to_keep=len(output) + 1).logits[0, :-1]
         wrong = (logits.argmax(-1) != ids[0, len(prompt) :]).nonzero()
         return int(wrong[0]) if len(wrong) else None
@@ -44,7 +46,7 @@ class Reference:
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
         """Token by token with transformers' own cache, past end-of-sequence."""
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.device)
         output = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

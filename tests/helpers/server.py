@@ -55,11 +55,11 @@ def request_of(
 class RunningServer:
     """One ``neo serve`` process tree and a channel to it."""
 
-    def __init__(self, model: Path, folder: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, folder: Path, *arguments: str, device: str = "cpu") -> None:
         self.address_file = folder / f"address-{time.monotonic_ns()}"
         self.log_path = folder / f"server-{time.monotonic_ns()}.log"
         command = [
-            *(sys.executable, "-m", "neo_server", "serve", str(model), "--device", "cpu"),
+            *(sys.executable, "-m", "neo_server", "serve", str(model), "--device", device),
             *("--port", "0", "--control-port", "0", "--address-file", str(self.address_file)),
             *arguments,
         ]
@@ -176,9 +176,11 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(model: Path, folder: Path, *arguments: str) -> Iterator[RunningServer]:
+def running_server(
+    model: Path, folder: Path, *arguments: str, device: str = "cpu"
+) -> Iterator[RunningServer]:
     """A server for the length of a ``with`` block."""
-    server = RunningServer(model, folder, *arguments)
+    server = RunningServer(model, folder, *arguments, device=device)
     try:
         yield server
     finally:
