@@ -124,7 +124,6 @@ def serve(
 
 def _run_server(options: Options) -> None:
     from neo_native import NativeError
-
     from neo_server.banner import print_banner
     from neo_server.server import Server
 

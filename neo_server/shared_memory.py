@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+
 from neo_native import Control, ResultConsumer, Sequences, StepProducer, make_geometry, segments
 
 _log = logging.getLogger(__name__)
