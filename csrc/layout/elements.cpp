@@ -1,7 +1,6 @@
 #include "layout/elements.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 namespace neo::layout {
 namespace {
@@ -51,18 +50,6 @@ void convert(const void* from, wire::DType from_dtype, void* to, wire::DType to_
     to_floats(source + done * width(from_dtype), from_dtype, buffer, count);
     from_floats(buffer, target + done * width(to_dtype), to_dtype, count);
   }
-}
-
-float quantize(const float* from, std::int8_t* to, std::size_t n) {
-  float top = 0.0f;
-  for (std::size_t i = 0; i < n; ++i) top = std::max(top, std::fabs(from[i]));
-  // Divides instead of multiplying by 1 / scale, which overflows where scale is subnormal.
-  const float scale = top / 127.0f;
-  for (std::size_t i = 0; i < n; ++i) {
-    const float value = scale == 0.0f ? 0.0f : std::nearbyint(from[i] / scale);
-    to[i] = static_cast<std::int8_t>(std::min(127.0f, std::max(-127.0f, value)));
-  }
-  return scale;
 }
 
 }  // namespace neo::layout

@@ -13,11 +13,10 @@ void require_range(const char* field, std::uint64_t value, std::uint64_t low, st
                               std::to_string(high));
 }
 
-void require_float(const char* field, std::uint32_t value,
-                   const char* choices = " or 2 (bfloat16)") {
+void require_float(const char* field, std::uint32_t value) {
   if (value <= static_cast<std::uint32_t>(wire::DType::bfloat16)) return;
   throw std::invalid_argument(std::string(field) + " is " + std::to_string(value) +
-                              "; it must be 0 (float32), 1 (float16)" + choices);
+                              "; it must be 0 (float32), 1 (float16) or 2 (bfloat16)");
 }
 
 void require_multiple(const char* field, std::uint32_t value, const char* of_field,
@@ -36,9 +35,7 @@ void validate_model(const wire::Geometry& g) {
   require_range("head_dim", g.head_dim, kHeadDimStep, kMaxHeadDim);
   require_multiple("head_dim", g.head_dim, "the vector width", kHeadDimStep);
   require_float("act_dtype", g.act_dtype);
-  if (g.kv_dtype != static_cast<std::uint32_t>(wire::DType::int8)) {
-    require_float("kv_dtype", g.kv_dtype, ", 2 (bfloat16) or 3 (int8)");
-  }
+  require_float("kv_dtype", g.kv_dtype);
 }
 
 }  // namespace

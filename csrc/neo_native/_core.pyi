@@ -214,9 +214,6 @@ def attend(
     set that cannot run here, IndexError for rows that do not fit.
     """
 
-def read_ceiling(segment: Segment, threads: int) -> dict[str, float]:
-    """Reads the whole segment once per read pattern; bytes per second by pattern."""
-
 def isa_variants() -> list[str]:
     """Kernel variants that this machine can run, best first."""
 

@@ -46,50 +46,20 @@ void CpuCache::require_writable() const {
   if (!segment_->writable()) throw std::invalid_argument("the CPU-cache is mapped read-only");
 }
 
-CpuCache::Place CpuCache::place(std::uint32_t layer, std::uint32_t slot,
-                                std::uint64_t position) const {
+std::byte* CpuCache::token(std::uint32_t layer, std::uint32_t slot, std::uint64_t position) const {
   const std::uint32_t page = sequences_->pages_of(slot)[position / geometry_.page_size];
-  return {segment_->data() + layout_.tile(geometry_, layer, page, 0),
-          static_cast<std::uint32_t>(position % geometry_.page_size)};
+  return segment_->data() + layout_.tile(geometry_, layer, page, 0) +
+         position % geometry_.page_size * kv_row_bytes_;
 }
 
-void CpuCache::store_row(std::byte* tile, std::uint32_t row, const std::byte* from) {
+void CpuCache::store_token(std::byte* to, const std::byte* k, const std::byte* v) {
   const auto from_type = static_cast<wire::DType>(geometry_.act_dtype);
   const auto to_type = static_cast<wire::DType>(geometry_.kv_dtype);
-  std::byte* to = tile + std::size_t{row} * kv_row_bytes_;
-  if (to_type != wire::DType::int8) {
-    layout::convert(from, from_type, to, to_type, geometry_.head_dim);
-    return;
-  }
-  float wide[layout::kMaxHeadDim];
-  layout::to_floats(from, from_type, wide, geometry_.head_dim);
-  auto* scales = reinterpret_cast<float*>(tile + layout_.scales_at(geometry_));
-  scales[row] = layout::quantize(wide, reinterpret_cast<std::int8_t*>(to), geometry_.head_dim);
-}
-
-void CpuCache::load_row(const std::byte* tile, std::uint32_t row, std::byte* to) const {
-  const auto from_type = static_cast<wire::DType>(geometry_.kv_dtype);
-  const auto to_type = static_cast<wire::DType>(geometry_.act_dtype);
-  const std::byte* from = tile + std::size_t{row} * kv_row_bytes_;
-  if (from_type != wire::DType::int8) {
-    layout::convert(from, from_type, to, to_type, geometry_.head_dim);
-    return;
-  }
-  const auto* scales = reinterpret_cast<const float*>(tile + layout_.scales_at(geometry_));
-  const auto* quantized = reinterpret_cast<const std::int8_t*>(from);
-  float wide[layout::kMaxHeadDim];
-  for (std::uint32_t d = 0; d < geometry_.head_dim; ++d) {
-    wide[d] = scales[row] * static_cast<float>(quantized[d]);
-  }
-  layout::from_floats(wide, to, to_type, geometry_.head_dim);
-}
-
-void CpuCache::store_token(const Place& place, const std::byte* k, const std::byte* v) {
   for (std::uint32_t head = 0; head < geometry_.n_kv_heads; ++head) {
     const std::size_t from = std::size_t{head} * act_row_bytes_;
-    std::byte* tile = place.page + head * 2 * layout_.tile_bytes;
-    store_row(tile, place.row, k + from);
-    store_row(tile + layout_.tile_bytes, place.row, v + from);
+    std::byte* tile = to + head * 2 * layout_.tile_bytes;
+    layout::convert(k + from, from_type, tile, to_type, geometry_.head_dim);
+    layout::convert(v + from, from_type, tile + layout_.tile_bytes, to_type, geometry_.head_dim);
   }
 }
 
@@ -100,7 +70,7 @@ void CpuCache::store_rows(std::uint32_t layer, const std::uint32_t* slots,
   for (std::size_t i = 0; i < n; ++i) check_span(layer, slots[i], positions[i], 1);
   const std::size_t row = std::size_t{geometry_.n_kv_heads} * act_row_bytes_;
   for (std::size_t i = 0; i < n; ++i) {
-    store_token(place(layer, slots[i], positions[i]), k + i * row, v + i * row);
+    store_token(token(layer, slots[i], positions[i]), k + i * row, v + i * row);
   }
 }
 
@@ -110,21 +80,23 @@ void CpuCache::store_span(std::uint32_t layer, std::uint32_t slot, std::uint32_t
   check_span(layer, slot, start, n);
   const std::size_t row = std::size_t{geometry_.n_kv_heads} * act_row_bytes_;
   for (std::size_t i = 0; i < n; ++i) {
-    store_token(place(layer, slot, start + i), k + i * row, v + i * row);
+    store_token(token(layer, slot, start + i), k + i * row, v + i * row);
   }
 }
 
 void CpuCache::load_span(std::uint32_t layer, std::uint32_t slot, std::uint32_t start,
                          std::size_t n, std::byte* k, std::byte* v) const {
   check_span(layer, slot, start, n);
+  const auto from_type = static_cast<wire::DType>(geometry_.kv_dtype);
+  const auto to_type = static_cast<wire::DType>(geometry_.act_dtype);
   const std::size_t row = std::size_t{geometry_.n_kv_heads} * act_row_bytes_;
   for (std::size_t i = 0; i < n; ++i) {
-    const Place from = place(layer, slot, start + i);
+    const std::byte* from = token(layer, slot, start + i);
     for (std::uint32_t head = 0; head < geometry_.n_kv_heads; ++head) {
-      const std::byte* tile = from.page + head * 2 * layout_.tile_bytes;
+      const std::byte* tile = from + head * 2 * layout_.tile_bytes;
       const std::size_t to = i * row + std::size_t{head} * act_row_bytes_;
-      load_row(tile, from.row, k + to);
-      load_row(tile + layout_.tile_bytes, from.row, v + to);
+      layout::convert(tile, from_type, k + to, to_type, geometry_.head_dim);
+      layout::convert(tile + layout_.tile_bytes, from_type, v + to, to_type, geometry_.head_dim);
     }
   }
 }

@@ -11,8 +11,7 @@
 
 namespace neo::offload {
 
-// Rows are [n_kv_heads][head_dim] in act_dtype; the cache holds kv_dtype, int8 by
-// layout::quantize. Indices that are out of
+// Rows are [n_kv_heads][head_dim] in act_dtype; the cache holds kv_dtype. Indices that are out of
 // range throw std::out_of_range before anything is written.
 class CpuCache {
  public:
@@ -35,17 +34,12 @@ class CpuCache {
   const layout::CacheLayout& layout() const { return layout_; }
 
  private:
-  struct Place {
-    std::byte* page;    // K tile of head 0
-    std::uint32_t row;  // within the page
-  };
-  Place place(std::uint32_t layer, std::uint32_t slot, std::uint64_t position) const;
+  // K bytes of (token, head 0); throws.
+  std::byte* token(std::uint32_t layer, std::uint32_t slot, std::uint64_t position) const;
   void check_span(std::uint32_t layer, std::uint32_t slot, std::uint64_t start,
                   std::size_t n) const;
   void require_writable() const;
-  void store_token(const Place& place, const std::byte* k, const std::byte* v);
-  void store_row(std::byte* tile, std::uint32_t row, const std::byte* from);
-  void load_row(const std::byte* tile, std::uint32_t row, std::byte* to) const;
+  void store_token(std::byte* to, const std::byte* k, const std::byte* v);
 
   std::shared_ptr<ipc::Segment> segment_;
   std::shared_ptr<layout::Sequences> sequences_;

@@ -212,7 +212,7 @@ def test_a_worker_row_is_locked_by_one_process_and_cleared_only_when_its_lock_is
         ({"n_heads": 9}, "n_heads is 9; it must be a multiple of n_kv_heads, 2"),
         ({"n_heads": 34}, "n_heads / n_kv_heads is 17; it must be from 1 to 16"),
         ({"page_size": 4}, "page_size is 4; it must be from 8 to 256"),
-        ({"kv_dtype": 4}, "kv_dtype is 4; it must be 0"),
+        ({"kv_dtype": 3}, "kv_dtype is 3; it must be 0"),
         ({"max_tasks": 15}, "max_tasks is 15; it must be from 16 to"),
         ({"max_workers": 513}, "max_workers is 513; it must be from 1 to 512"),
         ({"rank": 1}, "rank is 1; it must be from 0 to 0"),
