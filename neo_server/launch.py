@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,10 +129,19 @@ def _worker_config(
         dtype=dtype,
         load_format=options.load_format,
         seed=options.seed,
+        torch_threads=_torch_threads(options, device),
         cpu_attn_workers=options.cpu_attn_workers,
         cpu_attn_threads=options.cpu_attn_threads,
         spin_us=_CUDA_SPIN_US if device == "cuda" else 0,
     )
+
+
+def _torch_threads(options: Options, device: str) -> int:
+    """On the CPU, PyTorch gets the cores that the attention workers leave; 0: its own choice."""
+    if device == "cuda":
+        return 0
+    workers = options.cpu_attn_workers * options.cpu_attn_threads
+    return max(1, len(os.sched_getaffinity(0)) - workers)
 
 
 def _scheduler_config(

@@ -74,7 +74,11 @@ class Child:
 
 def spawn(command: Sequence[str]) -> Child:
     """Starts a worker by exec. Its own process group keeps the terminal's Ctrl-C from it."""
-    return Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+    # PyTorch's threads sleep between parallel regions: cores are shared with attention workers.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    return Child(
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, env=environment)
+    )
 
 
 def worker_command(module: str, control_address: str, *arguments: str) -> list[str]:

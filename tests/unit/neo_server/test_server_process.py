@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,6 +292,9 @@ def test_segments_of_a_killed_server_are_reclaimed_by_the_next(
         following.process.terminate()
         assert following.process.wait(20.0) == 0
         following.close()
+
+
+MORE_THAN_SHM_GIB = shutil.disk_usage("/dev/shm").total // 2**30 + 1
 
 
 @pytest.mark.parametrize(
