@@ -57,24 +57,24 @@ struct alignas(64) Geometry {
   std::uint32_t n_heads;     // query heads
   std::uint32_t n_kv_heads;  // divides n_heads; the group is n_heads / n_kv_heads
   std::uint32_t head_dim;
-  std::uint32_t act_dtype;   // DType of Q and of the activations
-  std::uint32_t kv_dtype;    // DType of the CPU-cache
-  std::uint32_t block_size;  // tokens of a GPU-cache block
-  std::uint32_t page_size;   // tokens of a CPU-cache page
-  std::uint32_t n_pages;     // pages of the CPU-cache (each holds all layers)
-  std::uint32_t max_slots;   // sequences that may hold cache at once
-  std::uint32_t max_rows;    // rows of one plan, both sub-batches together
-  std::uint32_t max_tokens;  // tokens of one plan, both sub-batches together
-  std::uint32_t max_blocks;  // block-table columns of a slot
-  std::uint32_t max_pages;   // page-table columns of a slot
-  std::uint32_t max_tasks;   // attention tasks of one channel and layer
-  std::uint32_t max_swaps;   // swaps of one plan
-  std::uint32_t n_plans;     // plans in flight = ring slots = work descriptor slots
-  std::uint32_t max_workers; // rows of the worker table
+  std::uint32_t act_dtype;    // DType of Q and of the activations
+  std::uint32_t kv_dtype;     // DType of the CPU-cache
+  std::uint32_t block_size;   // tokens of a GPU-cache block
+  std::uint32_t page_size;    // tokens of a CPU-cache page
+  std::uint32_t n_pages;      // pages of the CPU-cache (each holds all layers)
+  std::uint32_t max_slots;    // sequences that may hold cache at once
+  std::uint32_t max_rows;     // rows of one plan, both sub-batches together
+  std::uint32_t max_tokens;   // tokens of one plan, both sub-batches together
+  std::uint32_t max_blocks;   // block-table columns of a slot
+  std::uint32_t max_pages;    // page-table columns of a slot
+  std::uint32_t max_tasks;    // attention tasks of one channel and layer
+  std::uint32_t max_swaps;    // swaps of one plan
+  std::uint32_t n_plans;      // plans in flight = ring slots = work descriptor slots
+  std::uint32_t max_workers;  // rows of the worker table
   std::uint32_t rank;
   std::uint32_t world_size;
-  std::uint32_t spin_us;     // how long a waiter spins before it sleeps; 0 when cores are scarce
-  std::uint32_t lease_us;    // a claim older than this may be taken over
+  std::uint32_t spin_us;   // how long a waiter spins before it sleeps; 0 when cores are scarce
+  std::uint32_t lease_us;  // a claim older than this may be taken over
   std::uint32_t reserved[10];
 };
 
@@ -93,8 +93,8 @@ struct alignas(64) Doorbell {
 enum class WorkerState : std::uint32_t { empty = 0, starting = 1, ready = 2, draining = 3 };
 
 // Liveness is the kernel's word, not a clock's: each process holds an open-file-description lock on
-// one byte of the control segment (server: byte 0, gpu_worker of rank r: 1 + r, cpu worker in row i:
-// 64 + i). The lock goes when the process does, however it dies, also across containers.
+// one byte of the control segment (server: byte 0, gpu_worker of rank r: 1 + r, cpu worker in row
+// i: 64 + i). The lock goes when the process does, however it dies, also across containers.
 struct alignas(64) ServerRow {
   std::int32_t pid;
   std::uint32_t stopping;  // [atomic] 1: workers leave
@@ -222,9 +222,9 @@ struct ResultRow {
 // slots are reused only after the last plan that names them has reported.
 struct alignas(64) SlotParams {
   std::uint64_t seed;
-  float temperature;  // 0: greedy
-  float top_p;        // 1: off
-  float min_p;        // 0: off
+  float temperature;   // 0: greedy
+  float top_p;         // 1: off
+  float min_p;         // 0: off
   std::int32_t top_k;  // 0: off
   std::uint8_t reserved[40];
 };
@@ -263,8 +263,8 @@ enum class TaskState : std::uint32_t { free = 0, claimed = 1, finished = 2 };
 // A task word, one per task of a channel: [atomic] 64 bits
 //   bits 63..20 epoch | 19..18 TaskState | 17..9 worker row | 8..0 thread
 // Claim: CAS {older epoch, any} or {e, claimed by other, lease over} -> {e, claimed, me}.
-// Finish: CAS {e, claimed, anyone} -> {e, finished, me}: the first whole result wins, its maker's own
-// area holds it; who finds the task finished (or the epoch gone) has lost, harmlessly.
+// Finish: CAS {e, claimed, anyone} -> {e, finished, me}: the first whole result wins, its maker's
+// own area holds it; who finds the task finished (or the epoch gone) has lost, harmlessly.
 inline constexpr unsigned kTaskEpochShift = 20;
 inline constexpr unsigned kTaskStateShift = 18;
 inline constexpr unsigned kTaskWorkerShift = 9;
@@ -277,7 +277,8 @@ inline constexpr std::uint32_t kTaskFieldMask = 0x1ff;
 //               then per worker row, channel and task: float O[group][head_dim] (not normalised),
 //               m[group] (running maximum), l[group] (sum of exp).
 // cpu_cache segment: SegmentHeader padded to 4096, then
-//               [layer][page][kv_head]{K [page_size][head_dim], V [page_size][head_dim]} in kv_dtype.
+//               [layer][page][kv_head]{K [page_size][head_dim], V [page_size][head_dim]} in
+//               kv_dtype.
 
 // ---- layout hash --------------------------------------------------------------------------------
 
@@ -288,17 +289,27 @@ constexpr std::uint64_t fold(std::uint64_t hash, std::uint64_t value) {
 // Changes with any size below and with the version; attach refuses a segment of another value.
 constexpr std::uint64_t layout_hash() {
   std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (std::uint64_t size :
-       {std::uint64_t{kVersion}, std::uint64_t{sizeof(SegmentHeader)}, std::uint64_t{sizeof(Geometry)},
-        std::uint64_t{sizeof(Doorbell)}, std::uint64_t{sizeof(ServerRow)},
-        std::uint64_t{sizeof(WorkerRow)}, std::uint64_t{sizeof(RingHeader)},
-        std::uint64_t{sizeof(StepHeader)}, std::uint64_t{sizeof(StepRow)}, std::uint64_t{sizeof(Swap)},
-        std::uint64_t{sizeof(ResultHeader)}, std::uint64_t{sizeof(ResultRow)},
-        std::uint64_t{sizeof(SlotParams)}, std::uint64_t{sizeof(Channel)},
-        std::uint64_t{sizeof(WorkDesc)}, std::uint64_t{sizeof(WorkRow)},
-        std::uint64_t{offsetof(WorkerRow, draining)}, std::uint64_t{offsetof(RingHeader, bell)},
-        std::uint64_t{offsetof(ResultHeader, cpu_tasks)}, std::uint64_t{offsetof(Channel, abort)},
-        std::uint64_t{kTaskEpochShift}})
+  for (std::uint64_t size : {std::uint64_t{kVersion},
+                             std::uint64_t{sizeof(SegmentHeader)},
+                             std::uint64_t{sizeof(Geometry)},
+                             std::uint64_t{sizeof(Doorbell)},
+                             std::uint64_t{sizeof(ServerRow)},
+                             std::uint64_t{sizeof(WorkerRow)},
+                             std::uint64_t{sizeof(RingHeader)},
+                             std::uint64_t{sizeof(StepHeader)},
+                             std::uint64_t{sizeof(StepRow)},
+                             std::uint64_t{sizeof(Swap)},
+                             std::uint64_t{sizeof(ResultHeader)},
+                             std::uint64_t{sizeof(ResultRow)},
+                             std::uint64_t{sizeof(SlotParams)},
+                             std::uint64_t{sizeof(Channel)},
+                             std::uint64_t{sizeof(WorkDesc)},
+                             std::uint64_t{sizeof(WorkRow)},
+                             std::uint64_t{offsetof(WorkerRow, draining)},
+                             std::uint64_t{offsetof(RingHeader, bell)},
+                             std::uint64_t{offsetof(ResultHeader, cpu_tasks)},
+                             std::uint64_t{offsetof(Channel, abort)},
+                             std::uint64_t{kTaskEpochShift}})
     hash = fold(hash, size);
   return hash;
 }
