@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from cpu_attn_worker.core_leases import lease_cores, running_on
 from neo_native import AttentionWorker, Control, active_isa, segments
 from protos import control_pb2, control_pb2_grpc
 
@@ -35,14 +36,16 @@ def run(
     threads: int | None,
     fault: str = "",
     *,
-    pin: bool = False,
+    pin: bool | None = None,
+    reserved_cores: int | None = None,
     spawned: bool = False,
 ) -> None:
     """Joins the server at ``HOST:PORT`` and works until it is told to leave.
 
-    `threads`: attention threads; None takes the server's setting. `pin`: lease a core for each.
-    `spawned`: a child of the server, which dies with it. Raises WorkerError when the server cannot
-    be reached or its worker table is full, and neo_native's errors when the segments do not fit.
+    `threads`: attention threads. `pin`: lease a core for each. `reserved_cores`: how many of the
+    usable cores no thread is pinned to. None takes the server's setting. `spawned`: a child of the
+    server, which dies with it. Raises WorkerError when the server cannot be reached or its worker
+    table is full, and neo_native's errors when the segments do not fit.
     """
     if spawned:
         _die_with_parent()
@@ -53,7 +56,14 @@ def run(
         cpu_cache_writable=False,
     )
     try:
-        serve(attached, threads or response.num_threads or 1, fault, pin=pin, spawned=spawned)
+        serve(
+            attached,
+            threads or response.num_threads or 1,
+            fault,
+            pin=response.pin_threads if pin is None else pin,
+            reserved_cores=response.reserved_cores if reserved_cores is None else reserved_cores,
+            spawned=spawned,
+        )
     finally:
         attached.close()
 
@@ -64,26 +74,30 @@ def serve(
     fault: str = "",
     *,
     pin: bool = False,
+    reserved_cores: int = 0,
     spawned: bool = False,
 ) -> None:
     """The part of `run` after registration."""
     control = Control(attached.control)
     row = _take_row(attached, control, threads, spawned)
     try:
-        worker = AttentionWorker(
-            control,
-            attached.work,
-            attached.exchange,
-            attached.cpu_cache,
-            attached.sequences,
-            row,
-            threads,
-            _lease_cores(control, row, threads) if pin else [],
-            fault,
-        )
+        leased = lease_cores(control, row, threads, reserved_cores) if pin else []
+        with running_on(leased):
+            worker = AttentionWorker(
+                control,
+                attached.work,
+                attached.exchange,
+                attached.cpu_cache,
+                attached.sequences,
+                row,
+                threads,
+                leased,
+                fault,
+            )
         with _leave_on_signal() as leaving:
             worker.start()
-            logger.info("row %d: %d threads, %s kernel", row, threads, active_isa())
+            where = f"cores {leased}" if leased else "unpinned"
+            logger.info("row %d: %d threads, %s, %s kernel", row, threads, where, active_isa())
             try:
                 reason = _beat(attached, control, worker, row, leaving)
             finally:
@@ -136,21 +150,6 @@ def _take_row(attached: segments.SegmentSet, control: Control, threads: int, spa
             control.take_row(row, os.getpid(), threads, spawned)
             return row
     raise WorkerError(f"all {max_workers} rows of the worker table (max_workers) are taken")
-
-
-def _lease_cores(control: Control, row: int, threads: int) -> list[int]:
-    """One core of our affinity mask per thread, or none at all (with a warning)."""
-    leased: list[int] = []
-    for core in sorted(os.sched_getaffinity(0)):
-        if len(leased) < threads and control.lease_core(core, row):
-            leased.append(core)
-    if len(leased) == threads:
-        return leased
-    control.release_cores(row)
-    logger.warning(
-        "row %d: %d of %d threads found a free core; running unpinned", row, len(leased), threads
-    )
-    return []
 
 
 @contextmanager

@@ -31,6 +31,26 @@ class DType(StrEnum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+class KvCacheDType(StrEnum):
+    """Element types of the CPU-cache. int8: with a float32 scale per token and KV head."""
+
+    AUTO = "auto"  # the activations'
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+    def resolve(self, activations: DType) -> KvCacheDType:
+        """Never AUTO."""
+        return KvCacheDType(activations.value) if self is KvCacheDType.AUTO else self
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of K (or V) of one token and KV head. Raises ValueError for AUTO."""
+        if self is KvCacheDType.INT8:
+            return head_dim + 4
+        return head_dim * DType(self.value).itemsize
+
+
 class CacheConfig(_Frozen):
     """Sizes of the GPU-cache and the CPU-cache."""
 
@@ -38,8 +58,10 @@ class CacheConfig(_Frozen):
     num_gpu_blocks_override: Positive | None = None
     kv_cache_memory_bytes: Positive | None = None  # of the GPU-cache
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    kv_offloading_size: Annotated[float, Field(ge=0.0)] = 1.0  # GiB of the CPU-cache
+    # GiB of the CPU-cache
+    kv_offloading_size: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     cpu_kv_page_size: Positive = 64  # tokens of a CPU-cache page
+    cpu_kv_cache_dtype: KvCacheDType = KvCacheDType.AUTO
     shm_dir: str | None = None  # None: POSIX shared memory
 
 
@@ -51,6 +73,8 @@ class SchedulerConfig(_Frozen):
     max_num_batched_tokens: Positive = 2048
     max_model_len: Positive = 2048
     enable_chunked_prefill: bool = True
+    max_skipped_iterations: Positive = 32  # in a row, for a CPU-request that could decode
+    tpot_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # of an iteration; None: none
 
     @model_validator(mode="after")
     def _whole_prompt_fits(self) -> SchedulerConfig:
@@ -72,8 +96,12 @@ class WorkerConfig(_Frozen):
     torch_threads: NonNegative = 0  # 0: PyTorch's choice
     cpu_attn_workers: NonNegative = 2  # processes the server runs itself
     cpu_attn_threads: Positive = 1  # attention threads of each
+    pin_cpu_attn_threads: bool = False  # each to a core of its own
+    reserved_cores: NonNegative = 0  # the first of the usable ones, which no thread is pinned to
     spin_us: NonNegative = 0  # how long a waiter spins before it sleeps
     lease_us: Positive = 20_000  # a claim older than this may be taken over
+    profile: bool = True  # stage times at start, for the cost model
+    profile_dir: str | None = None  # where they are kept; None: the user's cache directory
     cpu_attn_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0  # then a plan's CPU rows are voided
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0eneo.control.v1\"@\n\x08Segments\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0f\n\x07shm_dir\x18\x03 \x01(\t\"5\n\x18RegisterGpuWorkerRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\\\n\x19RegisterGpuWorkerResponse\x12*\n\x08segments\x18\x01 \x01(\x0b\x32\x18.neo.control.v1.Segments\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"Z\n\x15ReportGpuReadyRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x16\n\x0enum_gpu_blocks\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\x18\n\x16ReportGpuReadyResponse\"+\n\x1cRegisterCpuAttnWorkerRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"`\n\x1dRegisterCpuAttnWorkerResponse\x12*\n\x08segments\x18\x01 \x01(\x0b\x32\x18.neo.control.v1.Segments\x12\x13\n\x0bnum_threads\x18\x02 \x01(\r\"(\n\x0cScaleRequest\x12\x18\n\x10\x63pu_attn_workers\x18\x01 \x01(\r\"!\n\rScaleResponse\x12\x10\n\x08previous\x18\x01 \x01(\r2\x90\x03\n\x07\x43ontrol\x12h\n\x11RegisterGpuWorker\x12(.neo.control.v1.RegisterGpuWorkerRequest\x1a).neo.control.v1.RegisterGpuWorkerResponse\x12_\n\x0eReportGpuReady\x12%.neo.control.v1.ReportGpuReadyRequest\x1a&.neo.control.v1.ReportGpuReadyResponse\x12t\n\x15RegisterCpuAttnWorker\x12,.neo.control.v1.RegisterCpuAttnWorkerRequest\x1a-.neo.control.v1.RegisterCpuAttnWorkerResponse\x12\x44\n\x05Scale\x12\x1c.neo.control.v1.ScaleRequest\x1a\x1d.neo.control.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0eneo.control.v1\"@\n\x08Segments\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x0f\n\x07shm_dir\x18\x03 \x01(\t\"5\n\x18RegisterGpuWorkerRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\\\n\x19RegisterGpuWorkerResponse\x12*\n\x08segments\x18\x01 \x01(\x0b\x32\x18.neo.control.v1.Segments\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"\x84\x01\n\x15ReportGpuReadyRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x16\n\x0enum_gpu_blocks\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0cprofile_json\x18\x05 \x01(\t\x12\x12\n\nplan_modes\x18\x06 \x03(\t\"\x18\n\x16ReportGpuReadyResponse\"+\n\x1cRegisterCpuAttnWorkerRequest\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"\x8d\x01\n\x1dRegisterCpuAttnWorkerResponse\x12*\n\x08segments\x18\x01 \x01(\x0b\x32\x18.neo.control.v1.Segments\x12\x13\n\x0bnum_threads\x18\x02 \x01(\r\x12\x13\n\x0bpin_threads\x18\x03 \x01(\x08\x12\x16\n\x0ereserved_cores\x18\x04 \x01(\r\"(\n\x0cScaleRequest\x12\x18\n\x10\x63pu_attn_workers\x18\x01 \x01(\r\"!\n\rScaleResponse\x12\x10\n\x08previous\x18\x01 \x01(\r2\x90\x03\n\x07\x43ontrol\x12h\n\x11RegisterGpuWorker\x12(.neo.control.v1.RegisterGpuWorkerRequest\x1a).neo.control.v1.RegisterGpuWorkerResponse\x12_\n\x0eReportGpuReady\x12%.neo.control.v1.ReportGpuReadyRequest\x1a&.neo.control.v1.ReportGpuReadyResponse\x12t\n\x15RegisterCpuAttnWorker\x12,.neo.control.v1.RegisterCpuAttnWorkerRequest\x1a-.neo.control.v1.RegisterCpuAttnWorkerResponse\x12\x44\n\x05Scale\x12\x1c.neo.control.v1.ScaleRequest\x1a\x1d.neo.control.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,18 +37,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERGPUWORKERREQUEST']._serialized_end=159
   _globals['_REGISTERGPUWORKERRESPONSE']._serialized_start=161
   _globals['_REGISTERGPUWORKERRESPONSE']._serialized_end=253
-  _globals['_REPORTGPUREADYREQUEST']._serialized_start=255
-  _globals['_REPORTGPUREADYREQUEST']._serialized_end=345
-  _globals['_REPORTGPUREADYRESPONSE']._serialized_start=347
-  _globals['_REPORTGPUREADYRESPONSE']._serialized_end=371
-  _globals['_REGISTERCPUATTNWORKERREQUEST']._serialized_start=373
-  _globals['_REGISTERCPUATTNWORKERREQUEST']._serialized_end=416
-  _globals['_REGISTERCPUATTNWORKERRESPONSE']._serialized_start=418
-  _globals['_REGISTERCPUATTNWORKERRESPONSE']._serialized_end=514
-  _globals['_SCALEREQUEST']._serialized_start=516
-  _globals['_SCALEREQUEST']._serialized_end=556
-  _globals['_SCALERESPONSE']._serialized_start=558
-  _globals['_SCALERESPONSE']._serialized_end=591
-  _globals['_CONTROL']._serialized_start=594
-  _globals['_CONTROL']._serialized_end=994
+  _globals['_REPORTGPUREADYREQUEST']._serialized_start=256
+  _globals['_REPORTGPUREADYREQUEST']._serialized_end=388
+  _globals['_REPORTGPUREADYRESPONSE']._serialized_start=390
+  _globals['_REPORTGPUREADYRESPONSE']._serialized_end=414
+  _globals['_REGISTERCPUATTNWORKERREQUEST']._serialized_start=416
+  _globals['_REGISTERCPUATTNWORKERREQUEST']._serialized_end=459
+  _globals['_REGISTERCPUATTNWORKERRESPONSE']._serialized_start=462
+  _globals['_REGISTERCPUATTNWORKERRESPONSE']._serialized_end=603
+  _globals['_SCALEREQUEST']._serialized_start=605
+  _globals['_SCALEREQUEST']._serialized_end=645
+  _globals['_SCALERESPONSE']._serialized_start=647
+  _globals['_SCALERESPONSE']._serialized_end=680
+  _globals['_CONTROL']._serialized_start=683
+  _globals['_CONTROL']._serialized_end=1083
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -32,16 +33,20 @@ class RegisterGpuWorkerResponse(_message.Message):
     def __init__(self, segments: _Optional[_Union[Segments, _Mapping]] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class ReportGpuReadyRequest(_message.Message):
-    __slots__ = ("pid", "rank", "num_gpu_blocks", "device")
+    __slots__ = ("pid", "rank", "num_gpu_blocks", "device", "profile_json", "plan_modes")
     PID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_GPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
+    PLAN_MODES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     rank: int
     num_gpu_blocks: int
     device: str
-    def __init__(self, pid: _Optional[int] = ..., rank: _Optional[int] = ..., num_gpu_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    profile_json: str
+    plan_modes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pid: _Optional[int] = ..., rank: _Optional[int] = ..., num_gpu_blocks: _Optional[int] = ..., device: _Optional[str] = ..., profile_json: _Optional[str] = ..., plan_modes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReportGpuReadyResponse(_message.Message):
     __slots__ = ()
@@ -54,12 +59,16 @@ class RegisterCpuAttnWorkerRequest(_message.Message):
     def __init__(self, pid: _Optional[int] = ...) -> None: ...
 
 class RegisterCpuAttnWorkerResponse(_message.Message):
-    __slots__ = ("segments", "num_threads")
+    __slots__ = ("segments", "num_threads", "pin_threads", "reserved_cores")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    PIN_THREADS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_CORES_FIELD_NUMBER: _ClassVar[int]
     segments: Segments
     num_threads: int
-    def __init__(self, segments: _Optional[_Union[Segments, _Mapping]] = ..., num_threads: _Optional[int] = ...) -> None: ...
+    pin_threads: bool
+    reserved_cores: int
+    def __init__(self, segments: _Optional[_Union[Segments, _Mapping]] = ..., num_threads: _Optional[int] = ..., pin_threads: _Optional[bool] = ..., reserved_cores: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("cpu_attn_workers",)

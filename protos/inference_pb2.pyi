@@ -213,7 +213,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_used_gpu_blocks", "num_total_gpu_blocks", "num_used_cpu_pages", "num_total_cpu_pages", "gen_throughput", "iterations", "num_gpu_decodes", "num_cpu_decodes", "num_preemptions", "num_swap_outs", "num_swap_ins", "num_output_tokens", "num_voided_rows")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_used_gpu_blocks", "num_total_gpu_blocks", "num_used_cpu_pages", "num_total_cpu_pages", "gen_throughput", "iterations", "num_gpu_decodes", "num_cpu_decodes", "num_preemptions", "num_swap_outs", "num_swap_ins", "num_output_tokens", "num_voided_rows", "num_wasted_rows", "max_skipped_iterations", "cost_corrections", "median_prediction_error")
     class IterationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,13 @@ class GetLoadsResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CostCorrectionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_GPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +243,10 @@ class GetLoadsResponse(_message.Message):
     NUM_SWAP_INS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_VOIDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WASTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SKIPPED_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    COST_CORRECTIONS_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_PREDICTION_ERROR_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_gpu_blocks: int
@@ -251,4 +262,8 @@ class GetLoadsResponse(_message.Message):
     num_swap_ins: int
     num_output_tokens: int
     num_voided_rows: int
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_used_gpu_blocks: _Optional[int] = ..., num_total_gpu_blocks: _Optional[int] = ..., num_used_cpu_pages: _Optional[int] = ..., num_total_cpu_pages: _Optional[int] = ..., gen_throughput: _Optional[float] = ..., iterations: _Optional[_Mapping[str, int]] = ..., num_gpu_decodes: _Optional[int] = ..., num_cpu_decodes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_swap_outs: _Optional[int] = ..., num_swap_ins: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_voided_rows: _Optional[int] = ...) -> None: ...
+    num_wasted_rows: int
+    max_skipped_iterations: int
+    cost_corrections: _containers.ScalarMap[str, float]
+    median_prediction_error: float
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_used_gpu_blocks: _Optional[int] = ..., num_total_gpu_blocks: _Optional[int] = ..., num_used_cpu_pages: _Optional[int] = ..., num_total_cpu_pages: _Optional[int] = ..., gen_throughput: _Optional[float] = ..., iterations: _Optional[_Mapping[str, int]] = ..., num_gpu_decodes: _Optional[int] = ..., num_cpu_decodes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_swap_outs: _Optional[int] = ..., num_swap_ins: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_voided_rows: _Optional[int] = ..., num_wasted_rows: _Optional[int] = ..., max_skipped_iterations: _Optional[int] = ..., cost_corrections: _Optional[_Mapping[str, float]] = ..., median_prediction_error: _Optional[float] = ...) -> None: ...

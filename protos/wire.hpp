@@ -84,7 +84,7 @@ struct alignas(64) Geometry {
 struct alignas(64) Doorbell {
   std::uint64_t value;     // [atomic] the epoch
   std::uint32_t futex;     // [atomic] bumped on each wake
-  std::uint32_t sleepers;  // [atomic] how many are (about to be) asleep
+  std::uint32_t sleepers;  // [atomic] 1: somebody may be asleep; cleared by who wakes
   std::uint8_t reserved[48];
 };
 
@@ -150,7 +150,9 @@ enum class RowKind : std::uint32_t {
 };
 
 // A ring slot: StepHeader, StepRow[max_rows], Swap[max_swaps], std::int32_t tokens[max_tokens].
-// Rows are ordered by sub-batch, then prefill_gpu, prefill_cpu, decode_gpu, decode_cpu.
+// A decode's token may be -1: the one that its slot's row of the plan before samples. If that row
+// is void, or was not there, so is this one. Rows are ordered by sub-batch, then prefill_gpu,
+// prefill_cpu, decode_gpu, decode_cpu.
 struct alignas(64) StepHeader {
   std::uint64_t plan_id;    // grows by one
   std::uint32_t n_rows[2];  // per sub-batch
@@ -279,6 +281,8 @@ inline constexpr std::uint32_t kTaskFieldMask = 0x1ff;
 // cpu_cache segment: SegmentHeader padded to 4096, then
 //               [layer][page][kv_head]{K [page_size][head_dim], V [page_size][head_dim]} in
 //               kv_dtype.
+//               int8: K and V are each followed by float scale[page_size], one per
+//               row, and row = scale * integers (layout::quantize).
 
 // ---- layout hash --------------------------------------------------------------------------------
 

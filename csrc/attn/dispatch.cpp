@@ -21,9 +21,9 @@ struct Leaf {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-Leaf cpuid(unsigned leaf) {
+Leaf cpuid(unsigned leaf, unsigned subleaf = 0) {
   Leaf r;
-  __get_cpuid_count(leaf, 0, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
   return r;
 }
 
@@ -50,6 +50,11 @@ bool has_avx512() {
   return has_avx2() && (cpuid(7).ebx & kAll) == kAll && os_saves(0xe6);
 }
 
+bool has_avx512_bf16() {
+  constexpr unsigned kVnni = 1u << 11, kBf16 = 1u << 5;
+  return has_avx512() && (cpuid(7).ecx & kVnni) != 0 && (cpuid(7, 1).eax & kBf16) != 0;
+}
+
 #endif
 
 std::string names() {
@@ -64,8 +69,11 @@ std::string names() {
 const std::vector<Variant>& variants() {
   static const std::vector<Variant> table = {
 #if defined(__x86_64__)
+      {"avx512_bf16", avx512_bf16::kernel, has_avx512_bf16},
       {"avx512", avx512::kernel, has_avx512},
       {"avx2", avx2::kernel, has_avx2},
+#elif defined(__aarch64__)
+      {"neon", neon::kernel, always},
 #endif
       {"scalar", scalar::kernel, always},
   };

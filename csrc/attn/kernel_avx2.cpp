@@ -64,6 +64,9 @@ struct Vec {
   static Vec load_kv(const std::byte* from) {
     if constexpr (D == wire::DType::float32) {
       return {_mm256_loadu_ps(reinterpret_cast<const float*>(from))};
+    } else if constexpr (D == wire::DType::int8) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+      return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
     } else {
       const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
       if constexpr (D == wire::DType::float16) return {_mm256_cvtph_ps(halves)};

@@ -33,6 +33,8 @@ struct Vec {
       return {*reinterpret_cast<const float*>(from)};
     } else if constexpr (D == wire::DType::float16) {
       return {layout::from_float16(*reinterpret_cast<const std::uint16_t*>(from))};
+    } else if constexpr (D == wire::DType::int8) {
+      return {static_cast<float>(*reinterpret_cast<const std::int8_t*>(from))};
     } else {
       return {layout::from_bfloat16(*reinterpret_cast<const std::uint16_t*>(from))};
     }

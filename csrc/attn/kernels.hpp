@@ -9,10 +9,16 @@ namespace neo::attn {
 namespace scalar {
 void kernel(const TaskInput& in, const TaskOutput& out);
 }
+namespace neon {
+void kernel(const TaskInput& in, const TaskOutput& out);
+}
 namespace avx2 {
 void kernel(const TaskInput& in, const TaskOutput& out);
 }
 namespace avx512 {
+void kernel(const TaskInput& in, const TaskOutput& out);
+}
+namespace avx512_bf16 {
 void kernel(const TaskInput& in, const TaskOutput& out);
 }
 

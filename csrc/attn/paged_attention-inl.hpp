@@ -11,11 +11,13 @@
 // and the constants kTileTokens x kTileHeads = kWidth accumulators of a score tile.
 //
 // Two passes per block of kTokenBlock tokens, both in the first-level cache:
-//   scores  [heads x tokens] tiles of dot products, each vector of K used for kTileHeads queries;
-//           meanwhile the V rows of the same tokens are prefetched
-//   values  O += P V in strips of columns with the accumulators in registers;
-//           meanwhile the K rows of the next block are prefetched
-// so every K and V tile comes from memory once for the whole query group.
+//   scores  [heads x tokens] tiles of dot products, each vector of K used for kTileHeads queries
+//   values  O += P V in strips of columns with the accumulators in registers
+// so every K and V tile comes from memory once for the whole query group. Meanwhile the next page
+// is prefetched (tile_prefetch-inl.hpp).
+#pragma once
+
+#include "attn/tile_prefetch-inl.hpp"
 
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr std::uint32_t kMaxHeads = 16;
@@ -24,18 +26,22 @@ constexpr std::uint32_t kScoreStride = kTokenBlock;
 inline std::uint32_t min_of(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
 
 template <wire::DType D>
-constexpr std::uint32_t kBytes = D == wire::DType::float32 ? 4 : 2;
+constexpr std::uint32_t kBytes = D == wire::DType::float32 ? 4 : (D == wire::DType::int8 ? 1 : 2);
 
 // Rows [first, first + n) of one tile; n <= kTokenBlock.
 struct Block {
   const std::byte* k;
   const std::byte* v;
-  const std::byte* next_k;  // of the block after this one, or nullptr
+  const float* k_scale;  // int8: of the same rows
+  const float* v_scale;
+  TilePrefetch* prefetch;  // of the page after this block's
   std::uint32_t n;
 };
 
-inline void prefetch_row(const std::byte* row, std::uint32_t bytes) {
-  for (std::uint32_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 3);
+// A block reads 2 n row_bytes; half of its prefetches are issued with the scores, half with the
+// values.
+inline std::uint32_t prefetch_steps(std::uint32_t rows, std::uint32_t row_bytes) {
+  return (rows * row_bytes + kStepLines * kLine - 1) / (kStepLines * kLine);
 }
 
 // scores[h][t0 .. t0 + kTokens) for kHeads queries. Tokens past the end repeat the last one, which
@@ -74,13 +80,9 @@ void score_tile(const TaskInput& in, const Block& block, std::uint32_t h0, std::
 template <wire::DType D, std::uint32_t kHeads>
 void score_heads(const TaskInput& in, const Block& block, std::uint32_t h0, float* scores) {
   constexpr std::uint32_t kTokens = Vec::kWidth / kHeads == 0 ? 1 : Vec::kWidth / kHeads;
-  const std::uint32_t row_bytes = in.head_dim * kBytes<D>;
+  const std::uint32_t steps = prefetch_steps(kTokens, in.head_dim * kBytes<D>);
   for (std::uint32_t t = 0; t < block.n; t += kTokens) {
-    if (h0 == 0) {
-      for (std::uint32_t i = t; i < min_of(t + kTokens, block.n); ++i) {
-        prefetch_row(block.v + i * row_bytes, row_bytes);
-      }
-    }
+    if (h0 == 0) block.prefetch->step(steps);
     score_tile<D, kHeads>(in, block, h0, t, scores);
   }
 }
@@ -98,24 +100,27 @@ void score_block(const TaskInput& in, const Block& block, float* scores) {
 
 // Turns scores into weights exp(s - m) and rescales what was summed under the older maximum.
 inline void soften(const TaskInput& in, const TaskOutput& out, std::uint32_t n, float* scores) {
+  const Vec scale = Vec::set1(in.scale);
   for (std::uint32_t h = 0; h < in.group; ++h) {
     float* row = scores + h * kScoreStride;
     for (std::uint32_t t = n; t < kTokenBlock; ++t) row[t] = kMinusInfinity;
-    Vec top = Vec::load(row);
-    for (std::uint32_t t = Vec::kWidth; t < kTokenBlock; t += Vec::kWidth) {
-      top = Vec::max(top, Vec::load(row + t));
+    Vec top = Vec::set1(kMinusInfinity);
+    for (std::uint32_t t = 0; t < kTokenBlock; t += Vec::kWidth) {
+      const Vec score = Vec::mul(Vec::load(row + t), scale);
+      Vec::store(row + t, score);
+      top = Vec::max(top, score);
     }
     const float block_max = top.reduce_max();
     if (block_max > out.m[h]) {
       // Nothing is summed yet when the maximum is still -infinity.
-      const Vec scale =
+      const Vec older =
           out.m[h] == kMinusInfinity ? Vec::zero() : Vec::exp(Vec::set1(out.m[h] - block_max));
       float lanes[Vec::kWidth];
-      Vec::store(lanes, scale);
+      Vec::store(lanes, older);
       out.l[h] *= lanes[0];
       float* o = out.o + h * in.head_dim;
       for (std::uint32_t d = 0; d < in.head_dim; d += Vec::kWidth) {
-        Vec::store(o + d, Vec::mul(Vec::load(o + d), scale));
+        Vec::store(o + d, Vec::mul(Vec::load(o + d), older));
       }
       out.m[h] = block_max;
     }
@@ -131,6 +136,13 @@ inline void soften(const TaskInput& in, const TaskOutput& out, std::uint32_t n, 
   }
 }
 
+// rows[h][t] *= scale[t]: int8 rows are used as integers, their scales enter here.
+inline void scale_tokens(std::uint32_t group, std::uint32_t n, const float* scale, float* rows) {
+  for (std::uint32_t h = 0; h < group; ++h) {
+    for (std::uint32_t t = 0; t < n; ++t) rows[h * kScoreStride + t] *= scale[t];
+  }
+}
+
 // O[h0 .. h0 + kHeads)[d .. d + kVectors * kWidth) += P V.
 template <wire::DType D, std::uint32_t kHeads, std::uint32_t kVectors>
 void value_strip(const TaskInput& in, const TaskOutput& out, const Block& block, std::uint32_t h0,
@@ -142,7 +154,11 @@ void value_strip(const TaskInput& in, const TaskOutput& out, const Block& block,
       sum[h][i] = Vec::load(out.o + (h0 + h) * in.head_dim + d + i * Vec::kWidth);
     }
   }
+  constexpr std::uint32_t kStripBytes = kVectors * Vec::kWidth * kBytes<D>;
+  constexpr std::uint32_t kRowsPerStep =
+      kStripBytes >= kStepLines * kLine ? 1 : kStepLines * kLine / kStripBytes;
   for (std::uint32_t t = 0; t < block.n; ++t) {
+    if (h0 == 0 && t % kRowsPerStep == 0) block.prefetch->step(1);
     const std::byte* row = block.v + t * row_bytes + d * kBytes<D>;
     Vec values[kVectors];
     for (std::uint32_t i = 0; i < kVectors; ++i) {
@@ -166,22 +182,11 @@ template <wire::DType D, std::uint32_t kHeads>
 void value_heads(const TaskInput& in, const TaskOutput& out, const Block& block, std::uint32_t h0,
                  const float* weights) {
   constexpr std::uint32_t kWide = kHeads == 1 ? 4 : 2;
-  const std::uint32_t row_bytes = in.head_dim * kBytes<D>;
-  std::uint32_t d = 0, row = 0;
-  // The next block's K rows are asked for in even portions over the strips.
-  const std::uint32_t strips = (in.head_dim / Vec::kWidth + kWide - 1) / kWide;
-  const std::uint32_t portion = (kTokenBlock + strips - 1) / strips;
-  const auto prefetch = [&] {
-    if (h0 != 0 || block.next_k == nullptr) return;
-    const std::uint32_t end = min_of(row + portion, kTokenBlock);
-    for (; row < end; ++row) prefetch_row(block.next_k + row * row_bytes, row_bytes);
-  };
+  std::uint32_t d = 0;
   for (; d + kWide * Vec::kWidth <= in.head_dim; d += kWide * Vec::kWidth) {
-    prefetch();
     value_strip<D, kHeads, kWide>(in, out, block, h0, d, weights);
   }
   for (; d < in.head_dim; d += Vec::kWidth) {
-    prefetch();
     value_strip<D, kHeads, 1>(in, out, block, h0, d, weights);
   }
 }
@@ -207,21 +212,28 @@ void attend(const TaskInput& in, const TaskOutput& out) {
     out.l[h] = 0.0f;
   }
   const std::uint32_t row_bytes = in.head_dim * kBytes<D>;
-  std::uint32_t page = 0, first = 0;
-  for (std::uint32_t done = 0; done < in.n_tokens;) {
-    const std::uint32_t n = min_of(min_of(kTokenBlock, in.page_size - first), in.n_tokens - done);
-    Block block{in.tiles[page] + first * row_bytes, nullptr, nullptr, n};
-    block.v = block.k + in.tile_bytes;
-    done += n;
-    first += n;
-    if (first == in.page_size) {
-      first = 0;
-      ++page;
+  TilePrefetch prefetch;
+  std::uint32_t done = 0;
+  for (std::uint32_t page = 0; done < in.n_tokens; ++page) {
+    const std::byte* tile = in.tiles[page];
+    const std::uint32_t rows = min_of(in.page_size, in.n_tokens - done);
+    done += rows;
+    const bool last = done == in.n_tokens;
+    prefetch.start(last ? in.next_tile : in.tiles[page + 1], in.tile_bytes,
+                   last ? in.page_size : min_of(in.page_size, in.n_tokens - done), row_bytes);
+    for (std::uint32_t first = 0; first < rows; first += kTokenBlock) {
+      const auto* k_scale = reinterpret_cast<const float*>(tile + in.page_size * row_bytes) + first;
+      const auto* v_scale = reinterpret_cast<const float*>(
+          reinterpret_cast<const std::byte*>(k_scale) + in.tile_bytes);
+      const std::byte* k = tile + first * row_bytes;
+      const Block block{k,       k + in.tile_bytes, k_scale,
+                        v_scale, &prefetch,         min_of(kTokenBlock, rows - first)};
+      score_block<D>(in, block, scores);
+      if constexpr (D == wire::DType::int8) scale_tokens(in.group, block.n, k_scale, scores);
+      soften(in, out, block.n, scores);
+      if constexpr (D == wire::DType::int8) scale_tokens(in.group, block.n, v_scale, scores);
+      value_block<D>(in, out, block, scores);
     }
-    if (done < in.n_tokens) block.next_k = in.tiles[page] + first * row_bytes;
-    score_block<D>(in, block, scores);
-    soften(in, out, n, scores);
-    value_block<D>(in, out, block, scores);
   }
 }
 
@@ -233,7 +245,7 @@ inline void attend_any(const TaskInput& in, const TaskOutput& out) {
       return attend<wire::DType::float16>(in, out);
     case wire::DType::bfloat16:
       return attend<wire::DType::bfloat16>(in, out);
-    case wire::DType::int8:  // refused by validate_geometry
-      return;
+    case wire::DType::int8:
+      return attend<wire::DType::int8>(in, out);
   }
 }

@@ -23,14 +23,19 @@ namespace neo::attn {
 inline constexpr std::uint32_t kTokenBlock = 32;
 
 struct TaskInput {
-  const float* q;  // [group][head_dim], already scaled
+  const float* q;  // [group][head_dim], as the activations hold it
+  float scale;     // of the scores, 1/sqrt(head_dim)
   std::uint32_t group;
   std::uint32_t head_dim;
   std::uint32_t page_size;
   wire::DType kv_dtype;
-  std::uint64_t tile_bytes;       // from a page's K tile [page_size][head_dim] to its V tile
+  // From a page's K tile to its V tile. A tile is [page_size][head_dim] rows and, for int8, then
+  // float32 scale[page_size], one per row: row = scale * integers.
+  std::uint64_t tile_bytes;
   const std::byte* const* tiles;  // K tile of each page of the range
   std::uint32_t n_tokens;         // of the range, at least 1; the last page may be partly filled
+  // K tile that this thread is likely to read after this task, or nullptr: only prefetched.
+  const std::byte* next_tile;
 };
 
 struct TaskOutput {

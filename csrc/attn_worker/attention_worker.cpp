@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "ipc/clock.hpp"
+#include "ipc/doorbell.hpp"
 #include "ipc/errors.hpp"
 
 namespace neo::attn_worker {
@@ -97,9 +98,10 @@ void AttentionWorker::start() {
 }
 
 void AttentionWorker::stop() {
-  shared_.stop.store(true, std::memory_order_release);
+  shared_.stop.store(true, std::memory_order_seq_cst);
   if (threads_.empty()) return;
   segments_.control->set_state(options_.row, wire::WorkerState::draining);
+  ipc::wake_all(work_.bell());
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   heartbeat();

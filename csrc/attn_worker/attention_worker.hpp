@@ -36,7 +36,7 @@ class AttentionWorker {
 
   // Starts the threads, then says so in the worker row: state ready. Once only.
   void start();
-  // Finishes claimed tasks, joins the threads (within some 200 ms), publishes the counters and
+  // Finishes claimed tasks, wakes and joins the threads, publishes the counters and
   // leaves the row draining; clear_row empties it. A second call does nothing.
   void stop();
   void heartbeat();

@@ -29,10 +29,10 @@ void TaskRunner::widen_query(const std::byte* q_row, std::uint32_t kv_head) {
   const auto dtype = static_cast<wire::DType>(cache_.geometry().act_dtype);
   const std::size_t at = kv_head * q_.size() * layout::element_size(cache_.geometry().act_dtype);
   layout::to_floats(q_row + at, dtype, q_.data(), q_.size());
-  for (float& x : q_) x *= scale_;
 }
 
-std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byte* area) {
+std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byte* area,
+                              bool head_follows) {
   const wire::Geometry& g = cache_.geometry();
   const std::uint64_t capacity = std::uint64_t{g.max_pages} * g.page_size;
   if (task.n_splits == 0 || task.split >= task.n_splits || task.kv_head >= g.n_kv_heads ||
@@ -44,6 +44,7 @@ std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byt
   widen_query(q_row, task.kv_head);
   attn::TaskInput in{};
   in.q = q_.data();
+  in.scale = scale_;
   in.group = layout::group_size(g);
   in.head_dim = g.head_dim;
   in.page_size = g.page_size;
@@ -51,10 +52,13 @@ std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byt
   in.tile_bytes = cache_.layout().tile_bytes;
   in.tiles = tiles_.data();
   in.n_tokens = range.end - range.first;
+  if (head_follows) {
+    in.next_tile = cache_.find_tile(task.layer, task.slot, 0, task.kv_head + 1);
+  }
   auto* o = reinterpret_cast<float*>(area);
   float* m = o + in.group * in.head_dim;
   kernel_(in, {o, m, m + in.group});
-  return 2ULL * in.n_tokens * g.head_dim * layout::element_size(g.kv_dtype);
+  return 2ULL * in.n_tokens * cache_.layout().token_bytes(g);
 }
 
 }  // namespace neo::attn_worker

@@ -28,7 +28,10 @@ class TaskRunner {
   // q_row: [n_heads][head_dim] in act_dtype, attention scale not applied. area: O, m, l as in
   // wire.hpp, written here only. Returns the bytes of K and V read; 0 when the task cannot be
   // right (an index out of range: the descriptor was stale), and nothing is written then.
-  std::uint64_t run(const Task& task, const std::byte* q_row, std::byte* area);
+  // `head_follows`: this thread attends with the next K/V head of the row and layer afterwards, so
+  // that its first page is worth prefetching.
+  std::uint64_t run(const Task& task, const std::byte* q_row, std::byte* area,
+                    bool head_follows = false);
 
  private:
   bool resolve_tiles(const Task& task, const layout::TokenRange& range);
@@ -37,7 +40,7 @@ class TaskRunner {
   const offload::CpuCache& cache_;
   attn::Kernel kernel_;
   float scale_;
-  std::vector<float> q_;                 // [group][head_dim], scaled
+  std::vector<float> q_;                 // [group][head_dim]
   std::vector<const std::byte*> tiles_;  // of the current task
 };
 

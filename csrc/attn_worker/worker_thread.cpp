@@ -15,7 +15,7 @@ using wire::TaskState;
 
 namespace {
 
-// How long a thread sleeps at most before it looks at the stop flag and for work by itself.
+// How long a thread sleeps at most before it looks for work by itself.
 constexpr std::uint64_t kMaxSleepNs = 200'000'000;
 
 void count(std::atomic<std::uint64_t>& counter, std::uint64_t amount) {
@@ -61,7 +61,8 @@ void WorkerThread::rest(bool waiting, std::uint64_t bell, std::uint64_t idle_sin
   }
   const std::uint64_t lease_ns = std::uint64_t{geometry_.lease_us} * 1000;
   const std::uint64_t timeout = waiting ? std::min(lease_ns, kMaxSleepNs) : kMaxSleepNs;
-  ipc::wait(shared_.work.bell(), bell + 1, timeout, 0);
+  ipc::wait_unless(shared_.work.bell(), bell + 1, timeout, 0,
+                   [&] { return shared_.stop.load(std::memory_order_seq_cst); });
 }
 
 bool WorkerThread::over(const layout::Job& job) const {

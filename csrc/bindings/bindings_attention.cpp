@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "attn/paged_attention.hpp"
+#include "attn/read_ceiling.hpp"
 #include "attn_worker/task_runner.hpp"
 #include "bindings/arrays.hpp"
 #include "layout/elements.hpp"
@@ -64,7 +65,7 @@ void attend_row(TaskRunner& runner, const CpuCache& cache, attn_worker::Task tas
     std::vector<offload::Partial> partials;
     for (task.split = 0; task.split < task.n_splits; ++task.split) {
       auto* area = reinterpret_cast<std::byte*>(areas[task.split].data());
-      if (runner.run(task, q_row, area) == 0) {
+      if (runner.run(task, q_row, area, task.split + 1 == task.n_splits) == 0) {
         throw std::out_of_range(
             "slot " + std::to_string(task.slot) + " with seq_len " + std::to_string(task.seq_len) +
             " and n_splits " + std::to_string(task.n_splits) +
@@ -100,6 +101,18 @@ py::array attend(const py::array& q, const CpuCache& cache, std::uint32_t layer,
   return out;
 }
 
+py::dict read_ceiling(const ipc::Segment& segment, unsigned threads) {
+  if (threads == 0) throw std::invalid_argument("threads is 0; it must be at least 1");
+  std::vector<std::pair<std::string, double>> rates;
+  {
+    py::gil_scoped_release release;
+    rates = attn::read_ceiling(segment.data(), segment.size(), threads);
+  }
+  py::dict by_pattern;
+  for (const auto& [name, rate] : rates) by_pattern[py::str(name)] = rate;
+  return by_pattern;
+}
+
 std::vector<std::string> isa_variants() {
   std::vector<std::string> names;
   for (const attn::Variant& variant : attn::variants()) {
@@ -113,11 +126,12 @@ std::vector<std::string> isa_variants() {
 void bind_attention(py::module_& module) {
   using SequencesPtr = std::shared_ptr<layout::Sequences>;
   py::class_<CpuCache, std::shared_ptr<CpuCache>>(module, "CpuCache")
-      .def(py::init([](SegmentPtr segment, SequencesPtr sequences, const py::array& geometry) {
+      .def(py::init([](SegmentPtr segment, SequencesPtr sequences, const py::array& geometry,
+                       unsigned threads) {
              return std::make_shared<CpuCache>(std::move(segment), std::move(sequences),
-                                               to_geometry(geometry));
+                                               to_geometry(geometry), threads);
            }),
-           py::arg("segment"), py::arg("sequences"), py::arg("geometry"))
+           py::arg("segment"), py::arg("sequences"), py::arg("geometry"), py::arg("threads") = 1)
       .def("store_rows", &store_rows, py::arg("layer"), py::arg("slots"), py::arg("positions"),
            py::arg("k"), py::arg("v"))
       .def("store_span", &store_span, py::arg("layer"), py::arg("slot"), py::arg("start"),
@@ -126,6 +140,7 @@ void bind_attention(py::module_& module) {
            py::arg("k"), py::arg("v"));
   module.def("attend", &attend, py::arg("q"), py::arg("cache"), py::arg("layer"), py::arg("slots"),
              py::arg("seq_lens"), py::arg("isa") = "auto", py::arg("n_splits") = 1);
+  module.def("read_ceiling", &read_ceiling, py::arg("segment"), py::arg("threads"));
   module.def("isa_variants", &isa_variants);
   module.def("active_isa", [] { return std::string(attn::select_variant("auto").name); });
 }

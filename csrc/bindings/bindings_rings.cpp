@@ -1,8 +1,10 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "ipc/handoff_probe.hpp"
 #include "ipc/spsc_ring.hpp"
 #include "layout/segment_layout.hpp"
+#include "layout/work.hpp"
 
 namespace neo::bindings {
 namespace {
@@ -91,7 +93,9 @@ void bind_producer(py::module_& module, const char* name) {
              if (self.end().acquire() == nullptr) throw NativeError("publish without a free slot");
              self.end().publish();
            })
-      .def("reset", [](Self& self) { self.end().reset(); });
+      .def(
+          "reset", [](Self& self, bool takeover) { self.end().reset(takeover); },
+          py::arg("takeover") = false);
 }
 
 template <typename Ring>
@@ -110,6 +114,53 @@ void bind_consumer(py::module_& module, const char* name) {
       .def("reset", [](Self& self) { self.end().reset(); });
 }
 
+py::array ns_array(const std::vector<std::uint64_t>& times) {
+  return py::array_t<std::uint64_t>(static_cast<py::ssize_t>(times.size()), times.data());
+}
+
+ipc::ProbeOptions probe_options(bool ping, std::uint32_t n, std::uint32_t spin_us,
+                                std::uint32_t gap_us, double timeout_s) {
+  return {ping, n, spin_us, gap_us, to_ns(timeout_s, "timeout_s")};
+}
+
+py::tuple probe_rings(const SegmentPtr& steps, const SegmentPtr& results, const py::array& geometry,
+                      bool ping, std::uint32_t n, std::uint32_t spin_us, std::uint32_t gap_us,
+                      double timeout_s) {
+  const wire::Geometry g = to_geometry(geometry);
+  wire::RingHeader* there = ring_of(checked(steps, wire::SegmentKind::steps, g));
+  wire::RingHeader* back = ring_of(checked(results, wire::SegmentKind::results, g));
+  const ipc::ProbeOptions options = probe_options(ping, n, spin_us, gap_us, timeout_s);
+  ipc::ProbeTimes times;
+  {
+    py::gil_scoped_release release;
+    times = ipc::probe_rings(ping ? there : back, ping ? back : there, options);
+  }
+  return py::make_tuple(ns_array(times.one_way), ns_array(times.round_trip));
+}
+
+py::tuple probe_bells(const SegmentPtr& segment, const py::array& geometry, bool ping,
+                      std::uint32_t n, std::uint32_t spin_us, std::uint32_t gap_us,
+                      double timeout_s) {
+  const layout::Work work(segment, to_geometry(geometry));
+  wire::Doorbell* there = &work.channel(0)->published;
+  wire::Doorbell* back = &work.channel(0)->done;
+  const ipc::ProbeOptions options = probe_options(ping, n, spin_us, gap_us, timeout_s);
+  ipc::ProbeTimes times;
+  {
+    py::gil_scoped_release release;
+    times = ipc::probe_bells(ping ? there : back, ping ? back : there, options);
+  }
+  return py::make_tuple(ns_array(times.one_way), ns_array(times.round_trip));
+}
+
+void bind_probes(py::module_& module) {
+  module.def("probe_rings", &probe_rings, py::arg("steps"), py::arg("results"), py::arg("geometry"),
+             py::arg("ping"), py::arg("n"), py::arg("spin_us"), py::arg("gap_us") = 0,
+             py::arg("timeout_s") = 10.0);
+  module.def("probe_bells", &probe_bells, py::arg("work"), py::arg("geometry"), py::arg("ping"),
+             py::arg("n"), py::arg("spin_us"), py::arg("gap_us") = 0, py::arg("timeout_s") = 10.0);
+}
+
 }  // namespace
 
 void bind_rings(py::module_& module) {
@@ -125,6 +176,7 @@ void bind_rings(py::module_& module) {
   bind_consumer<StepRing>(module, "StepConsumer");
   bind_producer<ResultRing>(module, "ResultProducer");
   bind_consumer<ResultRing>(module, "ResultConsumer");
+  bind_probes(module);
 }
 
 }  // namespace neo::bindings

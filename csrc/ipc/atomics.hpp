@@ -29,6 +29,11 @@ inline void store_release(T* word, T value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
+template <typename T>
+inline void store_seq_cst(T* word, T value) {
+  __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+}
+
 // Orders this thread's earlier stores before its later loads, for the two-sided handshakes
 // (doorbell, sibling table, last finisher) where acquire and release are not enough.
 inline void full_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -5,16 +5,18 @@
 //
 // No wake-up is lost. The two sides are
 //
-//   ringer   R1 raise value      R2 full fence    R3 read sleepers -> if > 0: bump futex, wake
-//   waiter   W1 raise sleepers   W2 full fence    W3 read futex    W4 read value -> if old: sleep
+//   ringer   R1 raise value   R2 full fence   R3 read sleepers -> if set: R4 clear it
+//                                                              R5 bump futex, wake all
+//   waiter   W1 read futex    W2 set sleepers, full fence      W3 read value -> if old: sleep
 //
-// R2 and W2 are in one total order. If R2 comes first, W4 sees the new value and does not sleep. If
-// W2 comes first, R3 sees the sleeper, bumps the futex word and wakes: the kernel then either finds
-// the word already changed since W3 (and returns at once) or wakes the sleeper. If W3 already read
-// the bumped word, its acquire pairs with the bump's release and W4 sees the value.
+// R2 and W2 are in one total order. If R2 comes first, W3 sees the new value and does not sleep. If
+// W2 comes first, R3 sees the flag unless another ringer has cleared it since (R4). That ringer
+// bumps the futex word after clearing, and the waiter read the word before setting the flag: had it
+// read the bumped word, its flag would come after the clearing. So the kernel either finds the word
+// changed since W1 and returns at once, or this waiter is among those woken.
 //
-// A waiter killed in its sleep leaves `sleepers` too high. That costs each later ring a needless
-// system call and breaks nothing.
+// `sleepers` is a flag and no count, so that a waiter killed in its sleep leaves nothing behind but
+// one needless system call for the next ring.
 #pragma once
 
 #include <linux/futex.h>
@@ -31,14 +33,20 @@
 
 namespace neo::ipc {
 
-// Raises the epoch to `value` (no effect when it is there already) and wakes every waiter.
-inline void ring(wire::Doorbell* bell, std::uint64_t value) {
-  max_store(&bell->value, value);                  // R1, pairs with the acquire load in W4
-  full_fence();                                    // R2
-  if (load_relaxed(&bell->sleepers) == 0) return;  // R3
-  add(&bell->futex, 1u);
+// Ends every sleep, whatever the epoch. Who sleeps finds out by itself what for.
+inline void wake_all(wire::Doorbell* bell) {
+  store_seq_cst(&bell->sleepers, 0u);  // R4
+  add(&bell->futex, 1u);               // R5
   // Not FUTEX_PRIVATE: the sleepers are other processes.
   syscall(SYS_futex, &bell->futex, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Raises the epoch to `value` (no effect when it is there already) and wakes every waiter.
+inline void ring(wire::Doorbell* bell, std::uint64_t value) {
+  max_store(&bell->value, value);                  // R1, pairs with the acquire load in W3
+  full_fence();                                    // R2
+  if (load_relaxed(&bell->sleepers) == 0) return;  // R3
+  wake_all(bell);
 }
 
 inline bool reached(const wire::Doorbell* bell, std::uint64_t target) {
@@ -57,9 +65,11 @@ inline void futex_sleep(wire::Doorbell* bell, std::uint32_t expected, std::uint6
 }  // namespace detail
 
 // Waits until the epoch is at least `target`: spins for `spin_us`, then sleeps. False: `timeout_ns`
-// is over.
-inline bool wait(wire::Doorbell* bell, std::uint64_t target, std::uint64_t timeout_ns,
-                 std::uint32_t spin_us) {
+// is over, or `hopeless()`, which is asked before each sleep; who makes it true calls wake_all
+// afterwards.
+template <typename Hopeless>
+bool wait_unless(wire::Doorbell* bell, std::uint64_t target, std::uint64_t timeout_ns,
+                 std::uint32_t spin_us, const Hopeless& hopeless) {
   if (reached(bell, target)) return true;
   const std::uint64_t start = now_ns();
   const std::uint64_t deadline = start + timeout_ns;
@@ -71,15 +81,19 @@ inline bool wait(wire::Doorbell* bell, std::uint64_t target, std::uint64_t timeo
     }
   }
   for (std::uint64_t now = now_ns(); now < deadline; now = now_ns()) {
-    add(&bell->sleepers, 1u);                                 // W1
-    full_fence();                                             // W2
-    const std::uint32_t ticket = load_acquire(&bell->futex);  // W3
-    const bool done = reached(bell, target);                  // W4
-    if (!done) detail::futex_sleep(bell, ticket, deadline - now);
-    sub(&bell->sleepers, 1u);
-    if (done) return true;
+    const std::uint32_t ticket = load_acquire(&bell->futex);  // W1
+    store_seq_cst(&bell->sleepers, 1u);                       // W2
+    full_fence();
+    if (reached(bell, target)) return true;  // W3
+    if (hopeless()) return false;
+    detail::futex_sleep(bell, ticket, deadline - now);
   }
   return reached(bell, target);
+}
+
+inline bool wait(wire::Doorbell* bell, std::uint64_t target, std::uint64_t timeout_ns,
+                 std::uint32_t spin_us) {
+  return wait_unless(bell, target, timeout_ns, spin_us, [] { return false; });
 }
 
 }  // namespace neo::ipc

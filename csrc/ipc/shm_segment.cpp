@@ -16,6 +16,7 @@
 
 #include "ipc/atomics.hpp"
 #include "ipc/errors.hpp"
+#include "ipc/numa.hpp"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -69,29 +70,42 @@ int populate_range(std::byte* begin, std::uint64_t bytes) {
   return 0;
 }
 
+// Populates chunks first, first + step, ... of a range; returns an errno.
+int populate_chunks(std::byte* begin, std::uint64_t bytes, std::uint64_t first,
+                    std::uint64_t step) {
+  for (std::uint64_t at = first * kPopulateChunk; at < bytes; at += step * kPopulateChunk) {
+    const int failed = populate_range(begin + at, std::min(kPopulateChunk, bytes - at));
+    if (failed != 0) return failed;
+  }
+  return 0;
+}
+
 }  // namespace
 
+// A page gets its memory on the node of the thread that first touches it. Where there are several
+// nodes the threads take turns over them, so chunks are spread evenly: any worker may attend to any
+// page, and every node's memory channels serve.
 void Segment::populate(std::uint64_t offset, std::uint64_t bytes, unsigned threads) {
   const std::uint64_t page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const std::uint64_t begin = offset / page * page;
   const std::uint64_t end = std::min(size_, offset + bytes);
   if (begin >= end) return;
-  std::atomic<std::uint64_t> next{begin};
+  const std::uint64_t chunks = (end - begin + kPopulateChunk - 1) / kPopulateChunk;
+  auto nodes = usable_nodes();
+  if (threads <= 1 || nodes.size() <= 1) nodes.clear();  // one thread: where the caller is
+  const auto per_node = std::max<std::uint64_t>(nodes.size(), 1);
+  const std::uint64_t wanted = (std::max(threads, 1u) + per_node - 1) / per_node * per_node;
+  const std::uint64_t n = std::min(wanted, chunks);
   std::atomic<int> error{0};
-  const auto work = [&] {
-    for (;;) {
-      const std::uint64_t at = next.fetch_add(kPopulateChunk);
-      if (at >= end || error.load() != 0) return;
-      const int failed = populate_range(data_ + at, std::min(kPopulateChunk, end - at));
-      if (failed != 0) error.store(failed);
-    }
+  const auto work = [&](std::uint64_t i) {
+    // Advice only: on the wrong node the memory is slower, not wrong.
+    if (!nodes.empty()) sched_setaffinity(0, sizeof(cpu_set_t), &nodes[i % nodes.size()]);
+    const int failed = populate_chunks(data_ + begin, end - begin, i, n);
+    if (failed != 0) error.store(failed);
   };
   std::vector<std::thread> helpers;
-  const std::uint64_t chunks = (end - begin + kPopulateChunk - 1) / kPopulateChunk;
-  for (std::uint64_t i = 1; i < std::min<std::uint64_t>(threads, chunks); ++i) {
-    helpers.emplace_back(work);
-  }
-  work();
+  for (std::uint64_t i = nodes.empty() ? 1 : 0; i < n; ++i) helpers.emplace_back(work, i);
+  if (nodes.empty()) work(0);
   for (auto& helper : helpers) helper.join();
   if (error.load() != 0) {
     throw_errno("needs " + std::to_string(end - begin) +

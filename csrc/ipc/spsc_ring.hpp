@@ -19,6 +19,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,7 @@
 #include <string>
 
 #include "ipc/atomics.hpp"
+#include "ipc/clock.hpp"
 #include "ipc/doorbell.hpp"
 #include "ipc/errors.hpp"
 #include "protos/wire.hpp"
@@ -108,10 +110,14 @@ class Producer {
     ring(&ring_->bell, tail);
   }
 
-  // Empties the ring. Only while no consumer lives: `head` is the consumer's.
-  void reset() {
+  // Empties the ring. Only while no consumer lives: `head` is the consumer's. `takeover`: the
+  // caller knows that none does (it saw the role's lock free), whatever the pid left behind means
+  // here.
+  void reset(bool takeover = false) {
     const std::uint32_t consumer = load_acquire(&ring_->consumer_pid);
-    if (RoleHold::alive(consumer)) {
+    if (takeover) {
+      store_release(&ring_->consumer_pid, std::uint32_t{0});
+    } else if (RoleHold::alive(consumer)) {
       throw NativeError("reset of a ring whose consumer, process " + std::to_string(consumer) +
                         ", is alive");
     }
@@ -145,10 +151,23 @@ class Consumer {
     store_release(&ring_->head, load_relaxed(&ring_->head) + 1);  // R1 pairs with A1
   }
 
-  // True: front() has a slot. The bell's value is the tail, so the next slot is head + 1.
+  // True: front() has a slot. Spins on the tail itself, which is one line transfer less than on the
+  // bell; sleeps on the bell, whose value is the tail, so the next slot is head + 1.
   bool wait(std::uint64_t timeout_ns, std::uint32_t spin_us) {
-    if (front() != nullptr) return true;
-    ipc::wait(&ring_->bell, load_relaxed(&ring_->head) + 1, timeout_ns, spin_us);
+    const std::uint64_t start = now_ns();
+    const std::uint64_t spin_ns = std::min(timeout_ns, std::uint64_t{spin_us} * 1000);
+    const std::byte* next = ring_slot(ring_, load_relaxed(&ring_->head));
+    std::uint64_t waited = 0;
+    do {
+      for (int i = 0; i < (spin_ns != 0 ? 32 : 1); ++i) {
+        if (front() != nullptr) return true;
+        __builtin_prefetch(next);  // the slot's line travels with the tail's, not after it
+        spin_pause();
+      }
+      waited = now_ns() - start;
+    } while (waited < spin_ns);
+    if (waited >= timeout_ns) return false;
+    ipc::wait(&ring_->bell, load_relaxed(&ring_->head) + 1, timeout_ns - waited, 0);
     return front() != nullptr;
   }
 

@@ -62,4 +62,10 @@ void from_floats(const float* from, void* to, wire::DType dtype, std::size_t n);
 void convert(const void* from, wire::DType from_dtype, void* to, wire::DType to_dtype,
              std::size_t n);
 
+// The one int8 quantiser: to[i] = round(from[i] / scale), scale = max |from| / 127, which is
+// returned. Rounds to nearest even; a row of zeros has scale 0. The largest error is scale / 2.
+float quantize(const float* from, std::int8_t* to, std::size_t n);
+// The same without vector instructions.
+float quantize_portable(const float* from, std::int8_t* to, std::size_t n);
+
 }  // namespace neo::layout

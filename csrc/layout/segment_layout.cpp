@@ -61,7 +61,9 @@ ExchangeLayout::ExchangeLayout(const Geometry& g) {
 }
 
 CacheLayout::CacheLayout(const Geometry& g) {
-  tile_bytes = std::uint64_t{g.page_size} * g.head_dim * element_size(g.kv_dtype);
+  const bool scaled = g.kv_dtype == static_cast<std::uint32_t>(wire::DType::int8);
+  tile_bytes = g.page_size * (std::uint64_t{g.head_dim} * element_size(g.kv_dtype) +
+                              (scaled ? sizeof(float) : 0));
   size = kCacheHeader + std::uint64_t{g.n_layers} * g.n_pages * g.n_kv_heads * 2 * tile_bytes;
 }
 

@@ -64,9 +64,19 @@ struct ExchangeLayout {
 };
 
 struct CacheLayout {
-  std::uint64_t tile_bytes;  // K (or V) of one layer, page and head: [page_size][head_dim]
+  // K (or V) of one layer, page and head: [page_size][head_dim], for int8 then float32
+  // scale[page_size], so that a page's rows and scales are one contiguous read.
+  std::uint64_t tile_bytes;
   std::uint64_t size;
   explicit CacheLayout(const wire::Geometry& g);
+
+  // One token of one head, K or V, with its scale.
+  std::uint64_t token_bytes(const wire::Geometry& g) const { return tile_bytes / g.page_size; }
+
+  // From a tile's first byte to its scales (int8).
+  std::uint64_t scales_at(const wire::Geometry& g) const {
+    return std::uint64_t{g.page_size} * g.head_dim;
+  }
 
   // Where the K tile lies; its V tile follows it. A change of the cache's layout is a change here.
   std::uint64_t tile(const wire::Geometry& g, std::uint32_t layer, std::uint32_t page,

@@ -115,7 +115,11 @@ class StepProducer:
     def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def acquire(self) -> StepSlot | None: ...  # None: ring full
     def publish(self) -> None: ...
-    def reset(self) -> None: ...  # empties the ring; only while no consumer lives
+    def reset(self, takeover: bool = False) -> None:
+        """Empties the ring; only while no consumer lives.
+
+        `takeover`: the caller knows that none does, whatever the pid in the ring says.
+        """
 
 class StepConsumer:
     """gpu_worker."""
@@ -130,7 +134,11 @@ class ResultProducer:
     def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
     def acquire(self) -> ResultSlot | None: ...
     def publish(self) -> None: ...
-    def reset(self) -> None: ...  # empties the ring; only while no consumer lives
+    def reset(self, takeover: bool = False) -> None:
+        """Empties the ring; only while no consumer lives.
+
+        `takeover`: the caller knows that none does, whatever the pid in the ring says.
+        """
 
 class ResultConsumer:
     def __init__(self, segment: Segment, geometry: Array, takeover: bool = False) -> None: ...
@@ -139,10 +147,43 @@ class ResultConsumer:
     def release(self) -> None: ...
     def reset(self) -> None: ...  # drops what is published
 
-class CpuCache:
-    """Paged K and V in host memory. Rows come as arrays in act_dtype; 16-bit floats as uint16."""
+def probe_rings(
+    steps: Segment,
+    results: Segment,
+    geometry: Array,
+    ping: bool,
+    n: int,
+    spin_us: int,
+    gap_us: int = 0,
+    timeout_s: float = 10.0,
+) -> tuple[Array, Array]:
+    """Plays one side of `n` round trips over both rings with another process; for benchmarks.
 
-    def __init__(self, segment: Segment, sequences: Sequences, geometry: Array) -> None: ...
+    Returns nanoseconds, uint64: one-way times [n] of what this side received, and round trips ([n]
+    for ping, [0] for pong). `gap_us`: ping's pause before each. Raises NativeError when the other
+    side is silent for `timeout_s`, or another process holds a ring's role.
+    """
+
+def probe_bells(
+    work: Segment,
+    geometry: Array,
+    ping: bool,
+    n: int,
+    spin_us: int,
+    gap_us: int = 0,
+    timeout_s: float = 10.0,
+) -> tuple[Array, Array]:
+    """The same over two doorbells. A `work` segment serves for one such game only."""
+
+class CpuCache:
+    """Paged K and V in host memory. Rows come as arrays in act_dtype; 16-bit floats as uint16.
+
+    `threads`: how many share a long span.
+    """
+
+    def __init__(
+        self, segment: Segment, sequences: Sequences, geometry: Array, threads: int = 1
+    ) -> None: ...
     def store_rows(self, layer: int, slots: Array, positions: Array, k: Array, v: Array) -> None:
         """One token per row. slots, positions: uint32 [n]; k, v: [n, n_kv_heads, head_dim]."""
     def store_span(self, layer: int, slot: int, start: int, k: Array, v: Array) -> None:
@@ -213,6 +254,9 @@ def attend(
     each sequence is computed in that many parts and merged. Raises ValueError for an instruction
     set that cannot run here, IndexError for rows that do not fit.
     """
+
+def read_ceiling(segment: Segment, threads: int) -> dict[str, float]:
+    """Reads the whole segment once per read pattern; bytes per second by pattern."""
 
 def isa_variants() -> list[str]:
     """Kernel variants that this machine can run, best first."""

@@ -4,32 +4,47 @@ A segment of instance ``ab12`` is the POSIX shared-memory object ``/neo-ab12-KIN
 ``SHM_DIR/neo-ab12-KIND`` when another tmpfs is configured. The server creates and unlinks them;
 whoever attaches never unlinks.
 
-Liveness is a lock, not a clock: every process holds a write lock on one byte of the control
-segment, owned by its open file description, which the kernel drops when the process dies, however
-it dies and in whatever container. `SERVER_BYTE`, `gpu_worker_byte` and `cpu_worker_byte` name the
-bytes. (A child made by ``fork`` without ``exec`` shares the description and would keep the lock;
-worker processes are therefore started by ``exec``.)
+Liveness is a lock, not a clock (locks.py): every process holds one byte of the control segment.
+`SERVER_BYTE`, `gpu_worker_byte` and `cpu_worker_byte` name the bytes.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import secrets
-import stat
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 import posix_ipc
 
-from neo_native._core import Array, Control, NativeError, Segment, SegmentKind
+from neo_native._core import Array, Control, Segment, SegmentKind
+from neo_native.location import Location, SegmentsError
+from neo_native.locks import (
+    SERVER_BYTE,
+    cpu_worker_byte,
+    gpu_worker_byte,
+    is_locked,
+    try_lock,
+    unlock,
+)
 
-SERVER_BYTE = 0
-_GPU_WORKER_BYTES = 1
-_CPU_WORKER_BYTES = 64
+__all__ = [
+    "KINDS",
+    "SERVER_BYTE",
+    "Location",
+    "SegmentSet",
+    "SegmentsError",
+    "attach_all",
+    "clear_dead_workers",
+    "cpu_worker_byte",
+    "create_all",
+    "gpu_worker_byte",
+    "is_locked",
+    "reclaim_dead",
+    "try_lock",
+    "unlink_all",
+    "unlock",
+]
 
 KINDS: dict[str, SegmentKind] = {
     "control": SegmentKind.CONTROL,
@@ -44,110 +59,6 @@ KINDS: dict[str, SegmentKind] = {
 _UNLINK_ORDER = [*(kind for kind in KINDS if kind != "control"), "control"]
 _NAME = re.compile(r"neo-([A-Za-z0-9]{1,32})-control")
 _POSIX_DIR = Path("/dev/shm")  # where Linux shows POSIX shared memory; used to list, never to open
-_FLOCK = struct.Struct("hhxxxxqqixxxx")  # struct flock of 64-bit Linux
-
-
-class SegmentsError(NativeError):
-    """Segments are missing, not ours, or in use; the message names them."""
-
-
-def gpu_worker_byte(rank: int) -> int:
-    """The lock byte of the gpu worker of tensor-parallel rank `rank` (0 to 62)."""
-    return _GPU_WORKER_BYTES + rank
-
-
-def cpu_worker_byte(row: int) -> int:
-    """The lock byte of the cpu worker in row `row` of the worker table."""
-    return _CPU_WORKER_BYTES + row
-
-
-def try_lock(fd: int, byte: int) -> bool:
-    """Locks one byte for `fd`'s open file description. False: another one holds it."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def unlock(fd: int, byte: int) -> None:
-    """Gives up `try_lock`."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
-def is_locked(fd: int, byte: int) -> bool:
-    """Whether an open file description other than `fd`'s holds the byte."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
-    return bool(kind != fcntl.F_UNLCK)
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where the segments of one instance are."""
-
-    instance_id: str
-    shm_dir: str | None = None  # None or empty: POSIX shared memory
-
-    @property
-    def prefix(self) -> str:
-        """What every name starts with; names are PREFIX-KIND."""
-        return f"/neo-{self.instance_id}"
-
-    def name(self, kind: str) -> str:
-        """The POSIX name, or the path below `shm_dir`."""
-        posix_name = f"{self.prefix}-{kind}"
-        return self.shm_dir.rstrip("/") + posix_name if self.shm_dir else posix_name
-
-    def open(self, kind: str, *, create: bool = False) -> int:
-        """A new open file description, closed on exec.
-
-        Raises FileExistsError, FileNotFoundError, or SegmentsError when the segment belongs to
-        another user or is open to others.
-        """
-        name = self.name(kind)
-        if self.shm_dir:
-            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(name, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        else:
-            fd = _open_posix(name, create)
-        try:
-            _check_owner(fd, name)
-        except SegmentsError:
-            os.close(fd)
-            raise
-        return fd
-
-    def unlink(self, kind: str) -> None:
-        """Removes the name; mappings live on. A missing name is not an error."""
-        try:
-            if self.shm_dir:
-                Path(self.name(kind)).unlink()
-            else:
-                posix_ipc.unlink_shared_memory(self.name(kind))
-        except (FileNotFoundError, posix_ipc.ExistentialError):
-            pass
-
-
-def _open_posix(name: str, create: bool) -> int:
-    flags = posix_ipc.O_CREX if create else 0
-    try:
-        fd: int = posix_ipc.SharedMemory(name, flags, mode=0o600).fd
-    except posix_ipc.ExistentialError as error:
-        missing = FileExistsError if create else FileNotFoundError
-        raise missing(f"shared memory {name}: {error}") from error
-    os.set_inheritable(fd, False)
-    return fd
-
-
-def _check_owner(fd: int, name: str) -> None:
-    info = os.fstat(fd)
-    if info.st_uid != os.geteuid():
-        raise SegmentsError(f"{name} belongs to user {info.st_uid}, not to {os.geteuid()}")
-    if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SegmentsError(f"{name} has mode {stat.S_IMODE(info.st_mode):o}; it must be 600")
 
 
 class SegmentSet:

@@ -11,12 +11,14 @@
 
 namespace neo::offload {
 
-// Rows are [n_kv_heads][head_dim] in act_dtype; the cache holds kv_dtype. Indices that are out of
+// Rows are [n_kv_heads][head_dim] in act_dtype; the cache holds kv_dtype, int8 by
+// layout::quantize. Indices that are out of
 // range throw std::out_of_range before anything is written.
 class CpuCache {
  public:
+  // `n_threads`: how many threads share a long span.
   CpuCache(std::shared_ptr<ipc::Segment> segment, std::shared_ptr<layout::Sequences> sequences,
-           const wire::Geometry& geometry);
+           const wire::Geometry& geometry, unsigned n_threads = 1);
 
   void store_rows(std::uint32_t layer, const std::uint32_t* slots, const std::uint32_t* positions,
                   std::size_t n, const std::byte* k, const std::byte* v);
@@ -34,12 +36,21 @@ class CpuCache {
   const layout::CacheLayout& layout() const { return layout_; }
 
  private:
-  // K bytes of (token, head 0); throws.
-  std::byte* token(std::uint32_t layer, std::uint32_t slot, std::uint64_t position) const;
+  struct Place {
+    std::byte* page;    // K tile of head 0
+    std::uint32_t row;  // within the page
+  };
+  Place place(std::uint32_t layer, std::uint32_t slot, std::uint64_t position) const;
   void check_span(std::uint32_t layer, std::uint32_t slot, std::uint64_t start,
                   std::size_t n) const;
   void require_writable() const;
-  void store_token(std::byte* to, const std::byte* k, const std::byte* v);
+  // Calls part(first, end) for parts of [0, n) that end at page boundaries of [start, start + n).
+  template <typename Part>
+  void in_parallel(std::uint32_t start, std::size_t n, const Part& part) const;
+  void store_token(const Place& place, const std::byte* k, const std::byte* v);
+  void load_token(const Place& place, std::byte* k, std::byte* v) const;
+  void store_row(std::byte* tile, std::uint32_t row, const std::byte* from);
+  void load_row(const std::byte* tile, std::uint32_t row, std::byte* to) const;
 
   std::shared_ptr<ipc::Segment> segment_;
   std::shared_ptr<layout::Sequences> sequences_;
@@ -47,6 +58,7 @@ class CpuCache {
   layout::CacheLayout layout_;
   std::uint32_t act_row_bytes_;  // one head's row
   std::uint32_t kv_row_bytes_;
+  unsigned n_threads_;
 };
 
 }  // namespace neo::offload

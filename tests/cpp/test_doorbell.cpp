@@ -43,7 +43,58 @@ void no_wake_up_is_lost(std::uint32_t spin_us) {
     CHECK(wait(&back, i, kMinute, spin_us));
   }
   echo.join();
-  CHECK(there.sleepers == 0 && back.sleepers == 0);
+}
+
+// What remains of a waiter that was killed in its sleep.
+void a_dead_sleeper_costs_one_wake_up() {
+  Doorbell bell{};
+  bell.sleepers = 1;
+  ring(&bell, 1);
+  CHECK(bell.sleepers == 0 && bell.futex == 1);
+  ring(&bell, 2);
+  CHECK(bell.futex == 1);
+}
+
+// Many waiters and two ringers on one bell, each round a different set of them asleep.
+void no_wake_up_is_lost_when_ringers_race() {
+  constexpr std::uint64_t kRounds = 4'000;
+  Doorbell bell{}, back{};
+  std::atomic<std::uint64_t> arrived{0};
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 3; ++i) {
+    waiters.emplace_back([&] {
+      for (std::uint64_t round = 1; round <= kRounds; ++round) {
+        CHECK(wait(&bell, round, kMinute, 0));
+        if (arrived.fetch_add(1) + 1 == round * 3) ring(&back, round);
+      }
+    });
+  }
+  const auto ringer = [&] {
+    for (std::uint64_t round = 1; round <= kRounds; ++round) {
+      ring(&bell, round);
+      CHECK(wait(&back, round, kMinute, 0));
+    }
+  };
+  std::thread other(ringer);
+  ringer();
+  other.join();
+  for (auto& waiter : waiters) waiter.join();
+}
+
+void a_hopeless_wait_ends_without_a_ring() {
+  Doorbell bell{};
+  std::atomic<bool> hopeless{false}, noticed{false};
+  std::thread waiter([&] {
+    CHECK(!neo::ipc::wait_unless(&bell, 1, kMinute, 0, [&] {
+      if (hopeless.load()) noticed.store(true);
+      return hopeless.load();
+    }));
+  });
+  while (neo::ipc::load_acquire(&bell.sleepers) == 0) std::this_thread::yield();
+  hopeless.store(true);
+  neo::ipc::wake_all(&bell);
+  waiter.join();
+  CHECK(noticed.load());  // and it was not the time that ended the wait
 }
 
 void one_ring_wakes_every_sleeper() {
@@ -53,7 +104,7 @@ void one_ring_wakes_every_sleeper() {
   for (int i = 0; i < 8; ++i) {
     sleepers.emplace_back([&] { woken += wait(&bell, 1, kMinute, 0); });
   }
-  while (neo::ipc::load_acquire(&bell.sleepers) != 8) std::this_thread::yield();
+  while (neo::ipc::load_acquire(&bell.sleepers) == 0) std::this_thread::yield();
   ring(&bell, 1);
   for (auto& sleeper : sleepers) sleeper.join();
   CHECK(woken == 8);
@@ -67,4 +118,7 @@ int main() {
   that("no wake-up is lost by sleepers", [] { no_wake_up_is_lost(0); });
   that("no wake-up is lost by spinners that fall asleep", [] { no_wake_up_is_lost(3); });
   that("one ring wakes every sleeper", one_ring_wakes_every_sleeper);
+  that("a dead sleeper costs one wake-up", a_dead_sleeper_costs_one_wake_up);
+  that("no wake-up is lost when ringers race", no_wake_up_is_lost_when_ringers_race);
+  that("a hopeless wait ends without a ring", a_hopeless_wait_ends_without_a_ring);
 }

@@ -212,14 +212,25 @@ def test_a_worker_row_is_locked_by_one_process_and_cleared_only_when_its_lock_is
         ({"n_heads": 9}, "n_heads is 9; it must be a multiple of n_kv_heads, 2"),
         ({"n_heads": 34}, "n_heads / n_kv_heads is 17; it must be from 1 to 16"),
         ({"page_size": 4}, "page_size is 4; it must be from 8 to 256"),
-        ({"kv_dtype": 3}, "kv_dtype is 3; it must be 0"),
+        ({"kv_dtype": 4}, "kv_dtype is 4; it must be 0"),
         ({"max_tasks": 15}, "max_tasks is 15; it must be from 16 to"),
         ({"max_workers": 513}, "max_workers is 513; it must be from 1 to 512"),
         ({"rank": 1}, "rank is 1; it must be from 0 to 0"),
+        ({"n_pages": (1 << 28) + 1}, "n_pages is 268435457; it must be from 0 to 268435456"),
+        (
+            {"n_pages": 1 << 28, "n_layers": 4096, "n_heads": 16, "n_kv_heads": 16},
+            "n_pages * n_layers * n_kv_heads is 17592186044416; it must be from 0 to",
+        ),
         ({"n_layers": -1}, "n_layers is -1; it must be from 0"),
         ({"n_wheels": 4}, "n_wheels is not a field"),
     ],
 )
 def test_a_bad_geometry_names_field_value_and_limit(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("*", "[*]")):
         geometry(**changes)
+
+
+def test_a_tiny_model_may_have_hundreds_of_gibibytes_of_pages() -> None:
+    tiny = geometry(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, page_size=64, n_pages=1 << 26)
+    size = nn.segment_bytes(tiny, nn.SegmentKind.CPU_CACHE)
+    assert size == 4096 + (1 << 26) * 2 * 64 * 16 * 4
