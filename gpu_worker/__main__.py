@@ -13,7 +13,7 @@ from types import FrameType
 import grpc
 
 from gpu_worker.errors import GpuWorkerError
-from gpu_worker.worker import GpuWorker, device_name
+from gpu_worker.worker import PLAN_MODES, GpuWorker, device_name
 from neo_native import NativeError
 from neo_native.segments import SegmentSet, attach_all, gpu_worker_byte
 from protos import control_pb2, control_pb2_grpc
@@ -76,6 +76,8 @@ def serve(server: str, rank: int, leave: LeaveFlag) -> None:
             rank=rank,
             num_gpu_blocks=worker.num_gpu_blocks,
             device=device_name(worker.device),
+            profile_json=worker.profile(),
+            plan_modes=PLAN_MODES,
         )
         stub.ReportGpuReady(ready, timeout=CONTROL_TIMEOUT_S)
     logger.info("ready on %s, %d GPU blocks", device_name(worker.device), worker.num_gpu_blocks)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.plan_check import PlanLimits, RowKind, SwapKind, check_plan
+from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, RowKind, SwapKind, check_plan
 from gpu_worker.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,6 +70,15 @@ class CpuDecodes:
 
 
 @dataclass(frozen=True)
+class Continued:
+    """Decodes whose token the plan before samples: planned while that one ran."""
+
+    tokens: npt.NDArray[np.int64]  # of the sub-batch
+    rows: npt.NDArray[np.int64]  # of the plan
+    slots: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
 class SubBatch:
     """The rows that pass the linear layers together. Its channel is its place in the plan."""
 
@@ -82,6 +91,7 @@ class SubBatch:
     gpu_decodes: GpuDecodes | None
     cpu_decodes: CpuDecodes | None
     sampled: Tensor  # int64 [n], tokens whose logits are wanted
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True)
@@ -161,10 +171,11 @@ class PlanReader:
         tokens = slice(base, int(rows.first[bound.stop]))
         last = rows.first[bound.start + 1 : bound.stop + 1] - 1 - base
         spans = _kind_spans(rows.kinds[bound], bound.start)
+        ids = rows.token_ids[tokens]
         return SubBatch(
             channel=channel,
             rows=bound,
-            tokens=self._tensor(rows.token_ids[tokens]),
+            tokens=self._tensor(ids.clip(min=0)),
             positions=self._tensor(rows.token_positions[tokens]),
             stores=tuple(
                 self._store(spans[kind], rows, base)
@@ -179,6 +190,7 @@ class PlanReader:
             gpu_decodes=self._gpu_decodes(spans.get(RowKind.DECODE_GPU), rows, base),
             cpu_decodes=_cpu_decodes(spans.get(RowKind.DECODE_CPU), rows, base),
             sampled=self._tensor(last[sample != 0]),
+            continued=_continued(ids, last, bound, rows),
         )
 
     def _store(self, span: slice, rows: _Rows, base: int) -> tuple[slice, Tensor]:
@@ -277,6 +289,17 @@ def _token_span(span: slice, rows: _Rows) -> slice:
 
 def _range(span: slice | None) -> range:
     return range(span.start, span.stop) if span else range(0)
+
+
+def _continued(
+    ids: npt.NDArray[np.int64], last: npt.NDArray[np.int64], bound: slice, rows: _Rows
+) -> Continued | None:
+    """``ids``: of the sub-batch's tokens; ``last``: each row's last token in it."""
+    within = np.flatnonzero(ids[last] == UNKNOWN_TOKEN)
+    if len(within) == 0:
+        return None
+    at = bound.start + within
+    return Continued(tokens=last[within], rows=at, slots=rows.slots[at])
 
 
 def _cpu_decodes(span: slice | None, rows: _Rows, base: int) -> CpuDecodes | None:

@@ -36,6 +36,43 @@ class Outcome:
     times: StageTimes
     cpu_tasks: int  # attention tasks given to the cpu workers, over all layers
 
+    def void(self, rows: npt.NDArray[np.intp] | int) -> None:
+        """Takes back what these rows gave."""
+        self.status[rows] = RowStatus.VOIDED
+        self.tokens[rows] = -1
+        self.logprobs[rows] = 0.0
+
+
+class Continuation:
+    """What the last plan sampled, by slot: the tokens of rows that were planned while it ran.
+
+    They go from plan to plan on the device. A row whose predecessor was void is void too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = torch.empty(0, dtype=torch.int64, device=device)
+        self._index: dict[int, int] = {}  # slot -> index of ``_tokens``
+
+    def fill(self, plan: Plan) -> list[int]:
+        """Puts the tokens into the sub-batches; returns the rows that have none."""
+        lost: list[int] = []
+        for sub in plan.sub_batches:
+            if (rows := sub.continued) is None:
+                continue
+            index = np.array([self._index.get(slot, -1) for slot in rows.slots.tolist()])
+            lost += rows.rows[index < 0].tolist()
+            there = torch.from_numpy(rows.tokens[index >= 0]).to(sub.tokens.device)
+            source = torch.from_numpy(index[index >= 0]).to(sub.tokens.device)
+            sub.tokens[there] = self._tokens[source]
+        return lost
+
+    def keep(self, plan: Plan, tokens: Tensor, status: npt.NDArray[np.uint32]) -> None:
+        """``tokens``: int64 [sampled rows], on the device."""
+        self._tokens = tokens
+        slots = plan.slots[plan.sampled_rows].tolist()
+        sampled = (status[plan.sampled_rows] == RowStatus.SAMPLED).tolist()
+        self._index = {slot: i for i, slot in enumerate(slots) if sampled[i]}
+
 
 class Executor:
     """The device's side of every iteration."""
@@ -47,11 +84,13 @@ class Executor:
         self._n_layers = model.config.num_hidden_layers
         self._cache = cache
         self._offload = offload
+        self._continuation = Continuation(model.device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
         """Computes the plan and waits for it."""
         timer = StageTimer(muted=self._model.device.type == "cuda")
+        lost = self._continuation.fill(plan)
         self._offload.begin(plan)
         try:
             hidden = self._forward(plan, timer)
@@ -59,7 +98,11 @@ class Executor:
             self._offload.end()
         tokens, logprobs = self._sample(plan, hidden)
         timer.lap("head")
-        return self._outcome(plan, tokens, logprobs, timer.stop())
+        outcome = self._outcome(plan, tokens.cpu().numpy(), logprobs.cpu().numpy(), timer.stop())
+        for row in lost:
+            outcome.void(row)
+        self._continuation.keep(plan, tokens, outcome.status)
+        return outcome
 
     def _forward(self, plan: Plan, timer: StageTimer) -> list[Tensor]:
         """The residual rows that are to be sampled from, per sub-batch."""
@@ -141,14 +184,11 @@ class Executor:
             k, v = self._offload.load_span(layer, swap.slot, len(swap.index))
             self._cache.store(layer, swap.index, k, v)
 
-    def _sample(
-        self, plan: Plan, hidden: list[Tensor]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def _sample(self, plan: Plan, hidden: list[Tensor]) -> tuple[Tensor, Tensor]:
         if len(plan.sampled_rows) == 0:
-            return np.empty(0, np.int64), np.empty(0, np.float32)
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
         logits = self._model.logits(torch.cat(hidden))
-        tokens, logprobs = sample(logits, plan.sampling)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        return sample(logits, plan.sampling)
 
     def _outcome(
         self,
@@ -173,7 +213,5 @@ class Executor:
         for sub in plan.sub_batches:
             if sub.channel in self._offload.voided and sub.cpu_decodes is not None:
                 void = np.arange(sub.rows.stop - len(sub.cpu_decodes.slots), sub.rows.stop)
-                outcome.status[void] = RowStatus.VOIDED
-                outcome.tokens[void] = -1
-                outcome.logprobs[void] = 0.0
+                outcome.void(void)
         return outcome

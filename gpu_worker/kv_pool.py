@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.errors import CacheSizeError
+from gpu_worker.ops.attention import CUDA_GATHER_BYTES, SCORE_BYTES
 from protos.config import CacheConfig, SchedulerConfig
 from protos.model_config import ModelConfig
 
@@ -42,9 +43,13 @@ class GpuCache:
         return self.blocks[layer, 0], self.blocks[layer, 1]
 
     def store(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """``index``: int64 [n] flat; ``k``, ``v``: [n, kv_heads, head_dim]."""
-        self._tokens[layer, 0].index_copy_(0, index, k)
-        self._tokens[layer, 1].index_copy_(0, index, v)
+        """``index``: int64 [n] flat; ``k``, ``v``: [n, kv_heads, head_dim].
+
+        What is not finite is made so: a block's slots past its last token are read and masked, and
+        0 times infinity, left there by an earlier owner, would reach another request.
+        """
+        self._tokens[layer, 0].index_copy_(0, index, torch.nan_to_num(k))
+        self._tokens[layer, 1].index_copy_(0, index, torch.nan_to_num(v))
 
     def load(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """The reverse of ``store``; returns copies."""
@@ -95,13 +100,19 @@ def activation_bytes(config: ModelConfig, scheduler: SchedulerConfig, itemsize: 
     """A bound on what one iteration allocates beside the weights and the GPU-cache.
 
     Per token the widest point is the MLP (gate, up, their product) beside fp32 residuals and q, k,
-    v; per sampled row there are fp32 logits with three copies; decode gathers one layer's K and V
-    padded to the longest sequence.
+    v; per sampled row there are fp32 logits with three copies. Attention works in parts of a fixed
+    size, but one row of the longest sequence at least: gathered K and V with as much again for
+    scores, or a later chunk's scores in fp32 with one copy.
     """
     per_token = (3 * config.intermediate_size + 3 * config.q_size) * itemsize
     per_token += 3 * config.hidden_size * 4
     per_row = 4 * config.vocab_size * 4
-    gathered = scheduler.max_num_seqs * scheduler.max_model_len * 2 * config.kv_size * itemsize
+    longest = scheduler.max_model_len
+    gathered = 4 * max(CUDA_GATHER_BYTES, longest * config.kv_size * itemsize)
+    scores = 2 * max(SCORE_BYTES, config.num_attention_heads * longest * 4)
+    chunk_kv = 4 * longest * config.kv_size * itemsize
     return (
-        scheduler.max_num_batched_tokens * per_token + scheduler.max_num_seqs * per_row + gathered
+        scheduler.max_num_batched_tokens * (per_token + longest)  # a mask is a byte a pair
+        + scheduler.max_num_seqs * per_row
+        + max(gathered, scores + chunk_kv)
     )

@@ -7,7 +7,8 @@ passed as it is; one on a CUDA device goes through pinned staging and a stream s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class Offload:
         self._keep_waiting = keep_waiting
         heads, head_dim = int(geometry["n_heads"]), int(geometry["head_dim"])
         kv_heads, max_rows = int(geometry["n_kv_heads"]), int(geometry["max_rows"])
-        span = int(geometry["max_pages"]) * int(geometry["page_size"])
+        span = max(max_rows, int(geometry["max_pages"]) * int(geometry["page_size"]))
         self._rows = Staging(max_rows, heads, head_dim, dtype, device)
         self._k = Staging(span, kv_heads, head_dim, dtype, device)
         self._v = Staging(span, kv_heads, head_dim, dtype, device)
@@ -104,6 +105,17 @@ class Offload:
         self._active = any(map(len, slots))
         if self._active:
             self._exchange.begin_plan(plan.plan_id, slots, seq_lens)
+
+    @contextmanager
+    def trial(self, slots: Array, seq_lens: Array) -> Iterator[None]:
+        """A plan of decode_cpu rows alone on channel 0, to measure; uint32 [rows] each."""
+        self._voided.clear()
+        none = np.empty(0, np.uint32)
+        self._exchange.begin_plan(0, (slots, none), (seq_lens, none))
+        try:
+            yield
+        finally:
+            self._exchange.end_plan()
 
     def end(self) -> None:
         """The plan is over, however it ended."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
+UNKNOWN_TOKEN = -1  # of a decode: what its slot's row of the plan before sampled
+
+
 class RowKind(IntEnum):
     """``neo::wire::RowKind``; rows of a sub-batch come in this order."""
 
@@ -81,7 +84,10 @@ def check_plan(step: StepSlot, sequences: Sequences, limits: PlanLimits) -> None
     check.at_most("n_swaps", n_swaps, limits.max_swaps)
     rows, swaps = step.rows[: sum(n_rows)], step.swaps[:n_swaps]
     _check_rows(check, rows, n_rows[0], n_tokens, limits)
-    check.below("token", step.tokens[:n_tokens].view(np.uint32), limits.vocab_size)
+    tokens = step.tokens[:n_tokens].copy()
+    decodes = rows["token_at"][rows["kind"] >= RowKind.DECODE_GPU]
+    tokens[decodes[tokens[decodes] == UNKNOWN_TOKEN]] = 0
+    check.below("token", tokens.view(np.uint32), limits.vocab_size)
     check.below("swap slot", swaps["slot"], limits.max_slots)
     check.below("swap kind", swaps["kind"], len(SwapKind))
     check.distinct("swap slot", swaps["slot"])

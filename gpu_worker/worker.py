@@ -17,6 +17,7 @@ from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
 from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.plan_check import PlanLimits
+from gpu_worker.profiler import WORKERS_WAIT_S, Profiler, load_or_profile, profile_key
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
 from neo_native import (
     Array,
@@ -28,13 +29,15 @@ from neo_native import (
     StepConsumer,
 )
 from neo_native.segments import SERVER_BYTE, SegmentSet
-from protos.config import EngineConfig
+from protos.config import EngineConfig, WorkerConfig
 from protos.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how soon an idle worker notices that the server is gone
 FULL_RING_PAUSE_S = 0.001
+READY = 2  # WorkerState of protos/wire.hpp
+PLAN_MODES = ("gpu_only", "one_batch", "two_batches")  # kinds of plan that the executor runs
 
 
 class GpuWorker:
@@ -70,7 +73,7 @@ class GpuWorker:
         sequences = Sequences(segments.sequences, geometry)
         offload = Offload(
             Exchange(self._control, segments.work, segments.exchange, geometry),
-            CpuCache(segments.cpu_cache, sequences, geometry),
+            CpuCache(segments.cpu_cache, sequences, geometry, span_threads(config.worker)),
             geometry,
             model.dtype,
             self.device,
@@ -78,6 +81,17 @@ class GpuWorker:
             keep_waiting=lambda: not self.leaving(),
         )
         self._executor = Executor(model, cache, offload)
+        self._profiler = Profiler(
+            model,
+            cache,
+            offload,
+            config.scheduler.max_num_batched_tokens,
+            config.scheduler.max_num_seqs,
+            int(geometry["max_pages"]) * int(geometry["page_size"]),
+        )
+        self._config = config
+        self._world_size = int(geometry["world_size"])
+        self._has_pages = int(geometry["n_pages"]) > 0
         limits = PlanLimits.from_geometry(
             geometry, self.num_gpu_blocks, config.scheduler.max_model_len, model_config.vocab_size
         )
@@ -85,6 +99,26 @@ class GpuWorker:
         # The lock of this rank is held, so whoever the rings still name is dead.
         self._steps = StepConsumer(segments.steps, geometry, takeover=True)
         self._results = ResultProducer(segments.results, geometry, takeover=True)
+
+    def profile(self) -> str:
+        """The table of stage times, stored or measured now, as JSON; "" where it is off."""
+        if not self._config.worker.profile:
+            return ""
+        threads = self._wait_for_cpu_threads() if self._has_pages else 0
+        key = profile_key(self._config, device_name(self.device), self._world_size, threads)
+        folder = self._config.worker.profile_dir
+        return load_or_profile(key, folder, lambda: self._profiler.run(threads))
+
+    def _wait_for_cpu_threads(self) -> int:
+        """Attention threads of all workers, once those that the server starts are there."""
+        wanted = self._config.worker.cpu_attn_workers
+        deadline = time.monotonic() + WORKERS_WAIT_S
+        while True:
+            rows = self._control.worker_rows()
+            ready = rows[rows["state"] == READY]
+            if len(ready) >= wanted or time.monotonic() > deadline or self.leaving():
+                return int(ready["n_threads"].sum())
+            time.sleep(POLL_S / 10)
 
     def run(self) -> None:
         """Serves plans until it is time to leave. Raises ``BadPlanError``."""
@@ -142,6 +176,11 @@ def write_header(header: Array, outcome: Outcome, rank: int) -> None:
     header["cpu_tasks"] = outcome.cpu_tasks
 
 
+def span_threads(worker: WorkerConfig) -> int:
+    """How many threads copy a long span to or from the CPU-cache: of cores that are not leased."""
+    return worker.torch_threads or max(1, worker.reserved_cores)
+
+
 def select_device(config: EngineConfig, rank: int) -> torch.device:
     """The device of this rank; sets PyTorch's thread count. Raises ``DeviceError``."""
     if config.worker.torch_threads:
@@ -149,7 +188,9 @@ def select_device(config: EngineConfig, rank: int) -> torch.device:
     if config.worker.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError("device is 'cuda', but this PyTorch finds no CUDA device")
+        raise DeviceError(
+            "device is 'cuda', but this PyTorch finds no CUDA device; --device cpu needs none"
+        )
     if rank >= torch.cuda.device_count():
         raise DeviceError(f"rank is {rank}; there are {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", rank)

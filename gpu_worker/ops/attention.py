@@ -10,6 +10,9 @@ from torch import Tensor
 # faults than in arithmetic: 32 rows of 512 tokens took 24 to 32 ms a layer gathered at once and
 # 8.5 ms in parts of this size (135M model, fp32, one thread of a busy Zen 4).
 GATHER_BYTES = 2 << 20
+# The same on CUDA, and what the scores of a later chunk may take: bounds on memory, not on speed.
+CUDA_GATHER_BYTES = 256 << 20
+SCORE_BYTES = 256 << 20
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -19,6 +22,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     last. ``mask``: bool [new, length], true where a query sees a key; None when new == length.
     Returns [new, heads, head_dim].
     """
+    if mask is None:
+        return _prefill_part(q, k, v, None, scale)
+    # With a mask PyTorch may hold all scores at once, so queries are taken in parts.
+    step = max(1, SCORE_BYTES // (q.shape[1] * len(k) * 4))
+    parts = zip(torch.split(q, step), torch.split(mask, step), strict=True)
+    return torch.cat([_prefill_part(queries, k, v, seen, scale) for queries, seen in parts])
+
+
+def _prefill_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -45,7 +57,7 @@ def decode_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     row_bytes = block_table.shape[1] * k_blocks[0].numel() * k_blocks.element_size()
-    step = len(q) if q.is_cuda else max(1, GATHER_BYTES // row_bytes)
+    step = max(1, (CUDA_GATHER_BYTES if q.is_cuda else GATHER_BYTES) // row_bytes)
     for first in range(0, len(q), step):
         part = slice(first, first + step)
         out[part] = _decode_rows(q[part], k_blocks, v_blocks, block_table[part], mask[part], scale)

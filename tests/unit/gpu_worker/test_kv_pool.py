@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from gpu_worker.errors import CacheSizeError
-from gpu_worker.kv_pool import CPU_DEFAULT_BYTES, GpuCache, block_bytes, num_gpu_blocks
+from gpu_worker.kv_pool import (
+    CPU_DEFAULT_BYTES,
+    GpuCache,
+    activation_bytes,
+    block_bytes,
+    num_gpu_blocks,
+)
 from protos.config import CacheConfig, SchedulerConfig
-from protos.model_config import ModelConfig
+from protos.model_config import ModelConfig, parse_model_config
 from tests.helpers.tiny_llama import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -59,3 +65,30 @@ def test_a_flat_index_is_block_times_block_size_plus_offset(config: ModelConfig)
     assert torch.equal(v_blocks[1, 0], v[2])
     assert all(map(torch.equal, cache.load(1, index), (k, v)))
     assert cache.blocks[[0, 2]].abs().sum() == 0
+
+
+def test_a_stored_value_that_is_not_finite_reaches_no_later_owner_of_the_block(
+    config: ModelConfig,
+) -> None:
+    cache = GpuCache(config, 2, 16, torch.float32, CPU)
+    bad = torch.full((1, config.num_key_value_heads, config.head_dim), torch.inf)
+    cache.store(0, torch.tensor([5]), bad, -bad * 0)
+    assert torch.isfinite(cache.blocks).all()
+
+
+def test_the_longest_context_leaves_room_for_a_cache() -> None:
+    """Llama-3.1-8B with its own context of 131,072 tokens beside 80 GiB."""
+    llama = parse_model_config(
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "dtype": "bfloat16",
+        },
+        {},
+    )
+    scheduler = SchedulerConfig(max_model_len=131072)
+    assert activation_bytes(llama, scheduler, 2) < 6 << 30

@@ -176,3 +176,10 @@ def test_a_tiny_top_p_keeps_the_likeliest() -> None:
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(9))
     tokens, _ = sample(logits, params(50, top_p=1e-6, temperature=5.0))
     assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-6])
+def test_the_smallest_temperature_is_greedy_and_overflows_nothing(temperature: float) -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(1)) * 30
+    tokens, _ = sample(logits, params(4, temperature=temperature))
+    assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -1,0 +1,286 @@
+"""Measures what each stage of an iteration costs on this machine: the server's cost model.
+
+At most 60 points and 20 seconds; a table is stored under a key of all that it depends on, and one
+of another key is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_worker.batch import CpuDecodes
+from gpu_worker.kv_pool import GpuCache
+from gpu_worker.model import LlamaModel
+from gpu_worker.offload import Offload
+from protos.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 20.0
+SLOWEST_S = 0.4  # a stage's next, larger point is left out when one call took this long
+REPEATS = 5
+WORKERS_WAIT_S = 5.0
+POINT_S = 0.15  # spent on one point, unless a single call takes longer
+
+LINEAR = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+PREFILL = (16, 64, 256, 512, 1024)
+ROWS = (1, 4, 16, 64)
+LENGTHS = (64, 512, 2048)
+HANDOFF = (1, 16, 64)
+TRANSFER = (16, 256)
+HEAD = (1, 16, 64)
+
+
+def cpu_name() -> str:
+    """The processor's model name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def profile_key(config: EngineConfig, device: str, world_size: int, threads: int) -> dict[str, Any]:
+    """What a table holds for."""
+    raw = (Path(config.model_path) / "config.json").read_bytes()
+    return {
+        "model": hashlib.sha256(raw).hexdigest()[:16],
+        "gpu": device,
+        "cpu": cpu_name(),
+        "torch_threads": torch.get_num_threads(),
+        "cpu_attn_threads": threads,
+        "tp": world_size,
+        "dtype": config.worker.dtype.value,
+        "kv_dtype": str(getattr(config.cache, "cpu_kv_cache_dtype", config.worker.dtype)),
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+    }
+
+
+def profile_path(key: dict[str, Any], folder: str | None) -> Path:
+    """Where the table of ``key`` is kept: below ``folder`` or the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = Path(folder) if folder else Path(cache) / "neo" / "profiles"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return base / f"{digest}.json"
+
+
+def load_or_profile(key: dict[str, Any], folder: str | None, measure: Callable[[], Any]) -> str:
+    """The stored table of ``key`` as JSON, or a new one, which is stored."""
+    path = profile_path(key, folder)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored.get("key") == key:
+            return json.dumps(stored)
+        logger.warning("%s is of another key; it is not used", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read: %s", path, error)
+    table = json.dumps({"key": key, **measure()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(table, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("the profile is not stored: %s", error)
+    return table
+
+
+class Profiler:
+    """One model on one device, before any plan runs."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: GpuCache,
+        offload: Offload,
+        max_tokens: int,
+        max_rows: int,
+        max_length: int,
+    ) -> None:
+        """``max_length``: tokens that a slot of the CPU-cache has room for."""
+        self._model = model
+        self._cache = cache
+        self._offload = offload
+        self._limits = max_tokens, max_rows, max_length
+        self._layer = min(1, model.config.num_hidden_layers - 1)
+        self._deadline = 0.0
+        self._threads = 0
+
+    @torch.inference_mode()
+    def run(self, threads: int) -> dict[str, Any]:
+        """The table; ``threads`` cpu-attention threads live, 0: no CPU attention in it."""
+        begin = time.perf_counter()
+        self._deadline = begin + BUDGET_S
+        self._threads = threads
+        tokens, rows, length = self._limits
+        seconds: dict[str, Any] = {
+            "num_layers": self._model.config.num_hidden_layers,
+            "overlaps_transfers": False,
+            "linear": self._curve(self._linear, _up_to(LINEAR, tokens)),
+            "head": self._curve(self._head, _up_to(HEAD, rows)),
+            "prefill_attn": self._prefill(_up_to(PREFILL, tokens)),
+            "handoff": self._curve(self._handoff, _up_to(HANDOFF, rows)),
+            "transfer": self._curve(self._transfer, _up_to(TRANSFER, min(tokens, length))),
+            "gpu_attn": self._surface(self._gpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length)),
+            "cpu_attn": self._surface(self._cpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length))
+            if threads
+            else None,
+        }
+        logger.info("profiled in %.1f s", time.perf_counter() - begin)
+        return seconds
+
+    def _time(self, call: Callable[[], object]) -> float:
+        """Median seconds of a call, once warm."""
+        call()
+        self._wait()
+        spent: list[float] = []
+        stop = min(time.perf_counter() + POINT_S, self._deadline)
+        while len(spent) < REPEATS and (not spent or time.perf_counter() < stop):
+            begin = time.perf_counter()
+            call()
+            self._wait()
+            spent.append(time.perf_counter() - begin)
+        return median(spent)
+
+    def _wait(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _curve(
+        self, make: Callable[[int], Callable[[], object]], xs: Sequence[int]
+    ) -> dict[str, list[float]]:
+        points: dict[str, list[float]] = {"x": [], "seconds": []}
+        for x in xs:
+            if points["x"] and (
+                points["seconds"][-1] > SLOWEST_S or time.perf_counter() > self._deadline
+            ):
+                break
+            points["x"].append(float(x))
+            points["seconds"].append(self._time(make(x)))
+        return points
+
+    def _surface(
+        self,
+        make: Callable[[int, int], Callable[[], object]],
+        rows: Sequence[int],
+        lengths: Sequence[int],
+    ) -> dict[str, Any]:
+        table = [[0.0] * len(lengths) for _ in rows]
+        for i, count in enumerate(rows):
+            for j, length in enumerate(lengths):
+                earlier = table[i - 1][j] if i else table[i][j - 1] if j else 0.0
+                grown = (
+                    count * length / max(rows[i - 1] * length if i else count * lengths[j - 1], 1)
+                )
+                if earlier * grown > SLOWEST_S or time.perf_counter() > self._deadline:
+                    table[i][j] = earlier * grown  # what is too slow to measure is proportional
+                else:
+                    table[i][j] = self._time(make(count, length))
+        return {"rows": list(rows), "tokens_per_row": list(lengths), "seconds": table}
+
+    def _linear(self, tokens: int) -> Callable[[], object]:
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self._model.device)
+        x = self._model.embed(ids, ids)
+        x.attn.zero_()
+        return lambda: self._model.linear_stage(x, self._layer)
+
+    def _head(self, rows: int) -> Callable[[], object]:
+        ids = torch.zeros(rows, dtype=torch.int64, device=self._model.device)
+
+        def run() -> object:
+            x = self._model.embed(ids, ids)
+            return self._model.logits(x.residual).argmax(dim=-1).cpu()
+
+        return run
+
+    def _prefill(self, sizes: Sequence[int]) -> dict[str, list[float]]:
+        points = self._curve(self._prefill_attn, sizes)
+        points["x"] = [n * (n + 1) / 2 for n in points["x"]]
+        return points
+
+    def _prefill_attn(self, tokens: int) -> Callable[[], object]:
+        config = self._model.config
+        q, k, v = (
+            torch.randn((tokens, heads, config.head_dim), device=self._model.device).to(
+                self._model.dtype
+            )
+            for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        )
+        scale = config.attention_scale
+        return lambda: self._model.ops.prefill_attention(q, k, v, None, scale)
+
+    def _gpu_attn(self, rows: int, length: int) -> Callable[[], object]:
+        config, size = self._model.config, self._cache.block_size
+        columns = -(-length // size)
+        blocks = np.random.default_rng(0).integers(0, self._cache.num_blocks, (rows, columns))
+        table = torch.from_numpy(blocks).to(self._model.device)
+        mask = torch.ones((rows, 1, 1, columns * size), dtype=torch.bool, device=table.device)
+        q = self._rows(rows, config.num_attention_heads)
+        k, v = self._cache.layer(0)
+        scale = config.attention_scale
+        return lambda: self._model.ops.decode_attention(q, k, v, table, mask, scale)
+
+    def _rows(self, rows: int, heads: int) -> torch.Tensor:
+        shape = (rows, heads, self._model.config.head_dim)
+        return torch.randn(shape, device=self._model.device).to(self._model.dtype)
+
+    def _cpu_attn(self, rows: int, length: int) -> Callable[[], object]:
+        q = self._rows(rows, self._model.config.num_attention_heads)
+        slots = np.arange(rows, dtype=np.uint32)
+        lengths = np.full(rows, length, np.uint32)
+
+        def run() -> object:
+            with self._offload.trial(slots, lengths):
+                self._offload.publish(0, 0, q)
+                return self._offload.wait(0)
+
+        return run
+
+    def _handoff(self, rows: int) -> Callable[[], object]:
+        """Storing, publishing and collecting, around the least attention there is."""
+        config = self._model.config
+        k = self._rows(rows, config.num_key_value_heads)
+        decodes = CpuDecodes(
+            slice(0, rows), np.arange(rows, dtype=np.uint32), np.zeros(rows, np.uint32)
+        )
+        q = self._rows(rows, config.num_attention_heads)
+        out = torch.empty_like(q)
+        lengths = np.ones(rows, np.uint32)
+
+        def run() -> None:
+            self._offload.store_rows(0, decodes, k, k)
+            if self._threads == 0:
+                return
+            with self._offload.trial(decodes.slots, lengths):
+                self._offload.publish(0, 0, q)
+                if self._offload.wait(0):
+                    self._offload.collect(0, out)
+
+        return run
+
+    def _transfer(self, tokens: int) -> Callable[[], object]:
+        k = self._rows(tokens, self._model.config.num_key_value_heads)
+        return lambda: self._offload.store_span(0, 0, 0, k, k)
+
+
+def _up_to(sizes: Sequence[int], limit: int) -> list[int]:
+    """Those below the limit, and the limit itself if it is among or below them."""
+    inside = [size for size in sizes if size <= limit]
+    if not inside or (inside[-1] < limit and len(inside) < len(sizes)):
+        inside.append(limit)
+    return inside
