@@ -12,6 +12,8 @@ from protos.model_config import ModelConfig
 
 _MAX_ID = 256
 _MAX_STOPS = 64
+_MAX_STOP_LENGTH = 1024  # characters
+_MAX_STOP_TOKENS = 1024
 
 
 def _require(field: str, value: object, fits: bool, limit: str) -> None:
@@ -19,22 +21,40 @@ def _require(field: str, value: object, fits: bool, limit: str) -> None:
         raise InvalidRequestError(f"{field} is {value}; it must be {limit}")
 
 
+def _require_at_most(field: str, value: int, most: int) -> None:
+    _require(field, value, value <= most, f"<= {most}")
+
+
 def check_request_id(request_id: str) -> str:
     """The client's id, or a new one."""
-    _require("length of request_id", len(request_id), len(request_id) <= _MAX_ID, f"<= {_MAX_ID}")
+    _require_at_most("length of request_id", len(request_id), _MAX_ID)
     return request_id or f"req-{secrets.token_hex(8)}"
+
+
+def check_length(count: int, limit: int, limit_name: str) -> None:
+    """Refuses a prompt of so many tokens that no output token has room."""
+    if count + 1 > limit:
+        raise InvalidRequestError(
+            f"prompt has {count} tokens; with one output token it must fit in {limit_name}, "
+            f"{limit} tokens"
+        )
+
+
+def check_text(text: str, limit: int, limit_name: str, longest_token: int) -> None:
+    """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
+    most = limit * longest_token
+    if len(text) > most:
+        raise InvalidRequestError(
+            f"text has {len(text)} characters; {limit_name}, {limit} tokens, holds at most {most}"
+        )
 
 
 def check_prompt(ids: list[int], vocab_size: int, limit: int, limit_name: str) -> None:
     """Refuses an empty prompt, unknown tokens, and what leaves no room for an output token."""
     if not ids:
         raise InvalidRequestError("prompt has 0 tokens; it must have at least 1")
+    check_length(len(ids), limit, limit_name)
     _require("prompt token id", max(ids), max(ids) < vocab_size, f"below vocab_size, {vocab_size}")
-    if len(ids) + 1 > limit:
-        raise InvalidRequestError(
-            f"prompt has {len(ids)} tokens; with one output token it must fit in {limit_name}, "
-            f"{limit} tokens"
-        )
 
 
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
@@ -64,8 +84,11 @@ def stop_of(message: pb.StopConditions, room: int, model: ModelConfig) -> StopCo
         _require("min_tokens", message.min_tokens, message.min_tokens <= max_tokens, most)
     else:
         max_tokens = room
-    _require("number of stop strings", len(message.stop), len(message.stop) <= _MAX_STOPS, "<= 64")
+    _require_at_most("number of stop strings", len(message.stop), _MAX_STOPS)
     _require("stop string", "empty", all(message.stop), "at least one character")
+    longest = max(map(len, message.stop), default=0)
+    _require_at_most("length of a stop string", longest, _MAX_STOP_LENGTH)
+    _require_at_most("number of stop_token_ids", len(message.stop_token_ids), _MAX_STOP_TOKENS)
     for token in message.stop_token_ids:
         fits = token < model.vocab_size
         _require("stop_token_ids entry", token, fits, f"below vocab_size, {model.vocab_size}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from neo_server.geometry import num_cpu_pages
+from neo_server.geometry import cpu_page_bytes, num_cpu_pages
 from neo_server.launch import Options, Resolved
 
 
@@ -26,7 +26,8 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
     config, model, why = resolved.config, resolved.model, resolved.reasons
     cache, scheduler, worker = config.cache, config.scheduler, config.worker
     pages = num_cpu_pages(cache, model, worker.dtype)
-    page_mib = cache.cpu_kv_page_size * model.kv_bytes_per_token(worker.dtype.itemsize) / 2**20
+    page_mib = cpu_page_bytes(cache, model, worker.dtype) / 2**20
+    cpu_dtype = cache.cpu_kv_cache_dtype.resolve(worker.dtype)
     return [
         ("device", worker.device, why.get("device", "as given")),
         ("dtype", worker.dtype.value, why.get("dtype", "as given")),
@@ -41,13 +42,22 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
         ("GPU-cache", *_gpu_cache(options, cache.block_size)),
         (
             "CPU-cache",
-            f"{pages} pages of {cache.cpu_kv_page_size} tokens",
-            f"{cache.kv_offloading_size:g} GiB / {page_mib:.2f} MiB",
+            f"{pages} pages of {cache.cpu_kv_page_size} tokens, {cpu_dtype.value}",
+            f"{cache.kv_offloading_size:g} GiB / {page_mib:.2f} MiB"
+            if pages
+            else why.get("kv_offloading_size", "as given"),
         ),
         (
             "cpu-attention workers",
             f"{worker.cpu_attn_workers} x {worker.cpu_attn_threads} threads",
-            "more may join at any time",
+            why.get("cpu_attn_threads", "as given")
+            if worker.cpu_attn_workers
+            else why.get("cpu_attn_workers", "as given"),
+        ),
+        (
+            "reserved cores",
+            f"{worker.reserved_cores}, {'pinned' if worker.pin_cpu_attn_threads else 'unpinned'}",
+            why.get("reserved_cores", "as given"),
         ),
         ("port", f"{options.host}:{options.port}", "0: chosen by the system, see the log"),
         ("control port", f"{options.control_host}:{options.control_port}", "for workers"),

@@ -71,7 +71,7 @@ class BlockManager:
         self.blocks = Pool(num_gpu_blocks)
         self.pages = Pool(num_cpu_pages)
         self.slots = Pool(len(tables.params))
-        self._reported = 0
+        self.last_reported = 0  # plan id
         self._later: deque[tuple[int, Pool, list[int]]] = deque()
 
     def capacity(self, places: frozenset[Place]) -> int:
@@ -95,7 +95,7 @@ class BlockManager:
             held, pool, size, table = seq.blocks, self.blocks, self.block_size, "block_table"
         else:
             held, pool, size, table = seq.pages, self.pages, self.page_size, "page_table"
-        more = pool.take(-(-len(seq.tokens) // size) - len(held))
+        more = pool.take(max(-(-seq.num_planned // size) - len(held), 0))
         if more:
             row = getattr(self.tables, table)[seq.slot]
             row[len(held) : len(held) + len(more)] = more
@@ -126,10 +126,17 @@ class BlockManager:
             self._release(pool, numbers, seq.last_plan)
         seq.blocks, seq.pages, seq.slot = [], [], None
         seq.place, seq.num_computed, seq.state = Place.NOWHERE, 0, state
+        seq.pending, seq.skipped, seq.ride = 0, 0, 0
+        seq.epoch += 1
+
+    @property
+    def has_deferred(self) -> bool:
+        """Something becomes free when a plan in flight reports."""
+        return bool(self._later)
 
     def reported(self, plan_id: int) -> None:
         """Plan ``plan_id`` and all before it are over."""
-        self._reported = plan_id
+        self.last_reported = plan_id
         while self._later and self._later[0][0] <= plan_id:
             _, pool, numbers = self._later.popleft()
             pool.give(numbers)
@@ -137,7 +144,7 @@ class BlockManager:
     def _release(self, pool: Pool, numbers: list[int], plan_id: int) -> None:
         if not numbers:
             return
-        if plan_id <= self._reported:
+        if plan_id <= self.last_reported:
             pool.give(numbers)
         else:
             self._later.append((plan_id, pool, numbers))

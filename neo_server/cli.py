@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 import grpc
 import typer
@@ -15,7 +18,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from neo_server.errors import ConfigurationError, NeoError
-from neo_server.launch import Device, LoadFormat, Options, resolve
+from neo_server.launch import Device, Options, resolve
+from neo_server.options import DEFAULT_CONTROL_PORT
 from protos import control_pb2, control_pb2_grpc
 
 app = typer.Typer(
@@ -25,101 +29,32 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_DEFAULTS = Options(model="")
+_CONTROL = f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the fields of ``Options`` as its parameters; typer reads the signature."""
+    hints = get_type_hints(Options, include_extras=True)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            kind,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(Options)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    return command
 
 
 @app.command()
-def serve(
-    model: Annotated[str, typer.Argument(help="Local Hugging Face directory, or hub id.")],
-    host: str = _DEFAULTS.host,
-    port: Annotated[int, typer.Option(help="0: any free port.")] = _DEFAULTS.port,
-    control_host: Annotated[str, typer.Option(help="For workers.")] = _DEFAULTS.control_host,
-    control_port: Annotated[int, typer.Option(help="0: any free port.")] = 0,
-    address_file: Annotated[
-        Path | None, typer.Option(help="Gets 'HOST:PORT CONTROL_HOST:PORT' when ready.")
-    ] = None,
-    served_model_name: str | None = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens.")] = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one iteration.")
-    ] = None,
-    enable_chunked_prefill: bool = True,
-    scheduling_policy: Annotated[
-        str, typer.Option(help="gpu-only, simple-offload, mixed, neo, or module:attribute.")
-    ] = _DEFAULTS.scheduling_policy,
-    block_size: Annotated[int, typer.Option(help="Tokens of a GPU block.")] = _DEFAULTS.block_size,
-    num_gpu_blocks_override: int | None = None,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Of the GPU-cache.")] = None,
-    gpu_memory_utilization: float = _DEFAULTS.gpu_memory_utilization,
-    kv_offloading_size: Annotated[
-        float, typer.Option(help="GiB of the CPU-cache.")
-    ] = _DEFAULTS.kv_offloading_size,
-    cpu_kv_page_size: Annotated[
-        int, typer.Option(help="Tokens of a CPU page.")
-    ] = _DEFAULTS.cpu_kv_page_size,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
-    cpu_attn_workers: Annotated[
-        int, typer.Option(help="Processes that the server runs.")
-    ] = _DEFAULTS.cpu_attn_workers,
-    cpu_attn_threads: Annotated[
-        int, typer.Option(help="Of each worker.")
-    ] = _DEFAULTS.cpu_attn_threads,
-    shm_dir: Annotated[
-        Path | None, typer.Option(help="A tmpfs instead of POSIX shared memory.")
-    ] = None,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running streams get at shutdown.")
-    ] = _DEFAULTS.shutdown_timeout,
-    max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait; more are refused.")
-    ] = _DEFAULTS.max_waiting,
-    spawn_gpu_worker: Annotated[
-        bool, typer.Option(help="--no-...: `neo gpu-worker` is started by hand.")
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
-) -> None:
+@_with_options
+def serve(**flags: Any) -> None:
     """Serves a model over gRPC."""
-    for name, value, known in (
-        ("dtype", dtype, ("auto", "float32", "float16", "bfloat16")),
-        ("device", device, ("auto", "cpu", "cuda")),
-        ("load_format", load_format, ("auto", "dummy")),
-    ):
-        if value not in known:
-            raise typer.BadParameter(f"{name} is {value!r}; known are {', '.join(known)}")
-    options = Options(
-        model=model,
-        host=host,
-        port=port,
-        control_host=control_host,
-        control_port=control_port,
-        address_file=address_file,
-        served_model_name=served_model_name,
-        shutdown_timeout=shutdown_timeout,
-        max_waiting=max_waiting,
-        spawn_gpu_worker=spawn_gpu_worker,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_chunked_prefill=enable_chunked_prefill,
-        scheduling_policy=scheduling_policy,
-        block_size=block_size,
-        num_gpu_blocks_override=num_gpu_blocks_override,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        kv_offloading_size=kv_offloading_size,
-        cpu_kv_page_size=cpu_kv_page_size,
-        shm_dir=shm_dir,
-        dtype=dtype,
-        device=cast(Device, device),
-        load_format=cast(LoadFormat, load_format),
-        cpu_attn_workers=cpu_attn_workers,
-        cpu_attn_threads=cpu_attn_threads,
-        seed=seed,
-    )
-    _run_server(options)
+    _run_server(Options(**flags))
 
 
 def _run_server(options: Options) -> None:
@@ -187,27 +122,32 @@ def generate(
 
 @app.command("gpu-worker")
 def gpu_worker(
-    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
     rank: int = 0,
 ) -> None:
     """Starts a gpu worker by hand."""
-    _become("gpu_worker", "--server", server, "--rank", str(rank))
+    _become("gpu_worker", server, "--rank", str(rank))
 
 
 @app.command("cpu-attn-worker")
 def cpu_attn_worker(
-    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
     threads: Annotated[int | None, typer.Option(help="Default: as the server says.")] = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--no-pin", help="Default: as the server says.")
+    ] = None,
 ) -> None:
     """Starts a cpu-attention worker by hand; it joins the running server."""
-    more = () if threads is None else ("--threads", str(threads))
-    _become("cpu_attn_worker", "--server", server, *more)
+    more: tuple[str, ...] = () if threads is None else ("--threads", str(threads))
+    if pin is not None:
+        more += ("--pin" if pin else "--no-pin",)
+    _become("cpu_attn_worker", server, *more)
 
 
 @app.command()
 def scale(
     cpu_attn_workers: Annotated[int, typer.Option(help="How many the server runs.", min=0)],
-    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
 ) -> None:
     """Changes the number of cpu-attention workers while requests run."""
     try:
@@ -220,9 +160,78 @@ def scale(
     typer.echo(f"cpu-attention workers: {reply.previous} -> {cpu_attn_workers}")
 
 
-def _become(module: str, *arguments: str) -> None:
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="Local Hugging Face directory, or hub id.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cpu_attn_workers: int | None = None,
+    kv_offloading_size: float | None = None,
+    max_model_len: int | None = None,
+    output: Annotated[Path | None, typer.Option(help="Gets the table as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
+) -> None:
+    """Prints what each stage costs on this machine: the table that the scheduler plans with."""
+    from neo_server.profile_report import measure, print_table
+    from neo_server.profile_report import plot as draw
+
+    options = Options(
+        model=model,
+        port=0,
+        control_port=0,
+        device=cast(Device, device),
+        cpu_attn_workers=cpu_attn_workers,
+        kv_offloading_size=kv_offloading_size,
+        max_model_len=max_model_len,
+    )
+    try:
+        table = uvloop.run(measure(options, resolve(options)))
+    except (NeoError, ValueError) as error:
+        _fail(error)
+        return
+    print_table(Console(), table)
+    if output is not None:
+        output.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(table, plot)
+
+
+@app.command()
+def simulate(
+    hardware: Annotated[str, typer.Option(help="A built-in profile, or a JSON file.")],
+    model: Annotated[str, typer.Option(help="llama-2-7b, llama-3.1-8b or llama-3.1-70b.")],
+    policy: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Azure CSV or OSC JSON.")] = None,
+    input_len: int = 1000,
+    output_len: int = 200,
+    num_requests: int = 200,
+    request_rate: Annotated[float | None, typer.Option(help="Per second. Default: all.")] = None,
+    gpu_tokens: Annotated[int | None, typer.Option(help="Of GPU-cache. Default: fits.")] = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    max_model_len: int = 8192,
+    enable_chunked_prefill: bool = True,
+    tpot_slo_ms: float | None = None,
+    cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the profile's.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
+) -> None:
+    """Runs the scheduler under a virtual clock on a machine that need not be there."""
+    from neo_server.simulator.command import Request, run
+
+    request = Request(
+        **{name: value for name, value in locals().items() if name not in ("Request", "run")}
+    )
+    try:
+        run(request, Console())
+    except (NeoError, ValueError, OSError) as error:
+        _fail(error)
+
+
+def _become(module: str, server: str, *arguments: str) -> None:
     """Packages do not import each other: the worker replaces this process."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    from neo_server.supervisor import python_path, worker_command
+
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    os.execve(sys.executable, worker_command(module, server, *arguments), environment)
 
 
 def _fail(error: Exception) -> None:

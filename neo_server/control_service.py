@@ -7,7 +7,9 @@ from typing import Any
 
 import grpc
 
+from neo_server.plan import Mode
 from neo_server.state import ServerState
+from neo_server.table_cost import ProfileTable
 from protos import control_pb2 as pb
 from protos import control_pb2_grpc as rpc
 
@@ -52,8 +54,13 @@ class ControlService(rpc.ControlServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "num_gpu_blocks is 0; it must be at least 1"
             )
+        try:
+            table = ProfileTable.parse(request.profile_json) if request.profile_json else None
+            modes = frozenset(Mode(name) for name in request.plan_modes)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"profile or plan_modes: {error}")
         _log.info("gpu worker on %s: %d GPU blocks", request.device, request.num_gpu_blocks)
-        self._state.gpu.report_ready(request.num_gpu_blocks, request.device)
+        self._state.gpu.report_ready(request.num_gpu_blocks, request.device, table, modes)
         return pb.ReportGpuReadyResponse()
 
     async def RegisterCpuAttnWorker(  # noqa: N802
@@ -61,8 +68,13 @@ class ControlService(rpc.ControlServicer):
     ) -> pb.RegisterCpuAttnWorkerResponse:
         """Tells where the segments are; the worker takes a row by itself."""
         self._state.memory.clear_dead_rows()
-        threads = self._state.resolved.config.worker.cpu_attn_threads
-        return pb.RegisterCpuAttnWorkerResponse(segments=self._segments(), num_threads=threads)
+        worker = self._state.resolved.config.worker
+        return pb.RegisterCpuAttnWorkerResponse(
+            segments=self._segments(),
+            num_threads=worker.cpu_attn_threads,
+            pin_threads=worker.pin_cpu_attn_threads,
+            reserved_cores=worker.reserved_cores,
+        )
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:  # noqa: N802
         """Sets how many cpu-attention workers the server itself runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 
@@ -14,10 +15,13 @@ from neo_server.errors import (
     GpuWorkerDiedError,
     NeoError,
     OverloadedError,
+    PlanCrashError,
     ShuttingDownError,
 )
+from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.gpu_client import GpuLink
 from neo_server.metrics import Metrics, Throughput
+from neo_server.plan import RowStatus
 from neo_server.request import (
     Finish,
     FinishReason,
@@ -28,9 +32,12 @@ from neo_server.request import (
     StopConditions,
 )
 from neo_server.scheduler import Scheduler
+from neo_server.step import Step, StepResult
 from neo_server.tokenizer import StopStrings, Tokenizer
 
 _log = logging.getLogger(__name__)
+
+_CRASHES = 3  # of gpu workers in a row, without a result: then the plan's requests are to blame
 
 
 class Engine:
@@ -43,6 +50,7 @@ class Engine:
         tokenizer: Tokenizer,
         make_blocks: Callable[[int], BlockManager],
         max_waiting: int,
+        on_void: Callable[[], None] = lambda: None,  # the cpu workers left a plan's rows undone
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -50,10 +58,13 @@ class Engine:
         self.accepting = True
         self._gpu = gpu
         self._make_blocks = make_blocks
-        self._max_waiting = max_waiting
+        self._max_waiting = max(max_waiting, 1)  # between its arrival and its first plan one waits
+        self._on_void = on_void
+        self._crashes = 0  # of gpu workers, since the last result
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[int, Request] = {}
         self._ids = count()
+        self._in_flight: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -63,19 +74,34 @@ class Engine:
         try:
             while True:
                 await self._work.wait()
-                if not self.scheduler.has_work:
+                if not (self.scheduler.has_work or self._in_flight):
                     self._work.clear()
                     continue
-                step = self.scheduler.schedule()
-                try:
-                    result = await self._gpu.execute(step)
-                except GpuWorkerDiedError as error:
-                    await self._recover(error)
-                else:
-                    self._publish(self.scheduler.update(step, result))
+                await self._iterate()
         except Exception as error:
             self._fail_all(error)
             raise
+        finally:
+            for _, result in self._in_flight:
+                result.cancel()
+
+    async def _iterate(self) -> None:
+        """Plans until enough is in flight, then takes the oldest result."""
+        while len(self._in_flight) < PLANS_IN_FLIGHT and self.scheduler.has_work:
+            step = self.scheduler.schedule()
+            if step is None:
+                break
+            self._in_flight.append((step, asyncio.ensure_future(self._gpu.execute(step))))
+        step, future = self._in_flight.popleft()
+        try:
+            result = await future
+        except GpuWorkerDiedError as error:
+            await self._recover(error, step)
+        else:
+            self._crashes = 0
+            if RowStatus.VOIDED in result.statuses:
+                self._on_void()
+            self._publish(self.scheduler.update(step, result))
 
     def submit(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, stop: StopConditions
@@ -90,6 +116,7 @@ class Engine:
                 f"{len(self.scheduler.waiting)} requests wait; the limit is {self._max_waiting}"
             )
         sequence = Sequence(next(self._ids), array("i", prompt), len(prompt), sampling)
+        sequence.max_len = len(prompt) + stop.max_tokens
         stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
         request = Request(
             request_id, sequence, stop, self.tokenizer.detokenizer(), stops, OutputStream()
@@ -142,12 +169,32 @@ class Engine:
         if not self._requests:
             self._idle.set()
 
-    async def _recover(self, error: NeoError) -> None:
-        """Both caches are lost with the gpu worker; prompts and outputs so far are not."""
+    async def _recover(self, error: NeoError, step: Step) -> None:
+        """Both caches are lost with the gpu worker; prompts and outputs so far are not.
+
+        Raises ``PlanCrashError`` when workers still die after the requests of the plan on which
+        they died were given up.
+        """
+        self._crashes += 1
+        if self._crashes >= 2 * _CRASHES:
+            raise PlanCrashError(f"{error}, {self._crashes} times in a row")
         _log.warning("%s; %d requests will be prefilled again", error, len(self._requests))
+        later = [future for _, future in self._in_flight]
+        self._in_flight.clear()
+        await asyncio.gather(*later, return_exceptions=True)  # lost with the worker, like this one
+        if self._crashes == _CRASHES:
+            self._give_up(step, PlanCrashError(f"{error}, {_CRASHES} times in a row"))
         num_gpu_blocks = await self._gpu.recovered()
         self.scheduler.reset(self._make_blocks(num_gpu_blocks))
         self.scheduler.metrics.num_gpu_worker_restarts += 1
+
+    def _give_up(self, step: Step, error: NeoError) -> None:
+        """Fails the requests of a plan."""
+        for seq in step.seqs:
+            request = self._by_sequence.get(seq.id)
+            if request is not None:
+                request.stream.fail(error)
+                self._forget(request)
 
     def _fail_all(self, error: Exception) -> None:
         self.accepting = False

@@ -10,6 +10,8 @@
     │   ├── NotReadyError                              the model is still loading
     │   ├── ShuttingDownError                          the server takes no new work
     │   └── GpuWorkerDiedError                         the engine recomputes its requests
+    │       └── GpuWorkerHungError                     so it does when the worker does not answer
+    ├── PlanCrashError            INTERNAL             a plan ends every gpu worker that runs it
     ├── PlanError                 INTERNAL             a policy proposed an impossible plan
     ├── WorkerStartError          INTERNAL             a worker ended before it was ready
     └── ConfigurationError        INTERNAL             the command line asks for the impossible
@@ -60,6 +62,14 @@ class ShuttingDownError(UnavailableError):
 
 class GpuWorkerDiedError(UnavailableError):
     """The gpu worker ended while a plan was in flight."""
+
+
+class GpuWorkerHungError(GpuWorkerDiedError):
+    """The gpu worker has not answered a plan in time."""
+
+
+class PlanCrashError(NeoError):
+    """Gpu workers die or hang, one after the other, on plans that name this request."""
 
 
 class PlanError(NeoError):

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from neo_server.errors import ConfigurationError
-from protos.config import CacheConfig, DType, EngineConfig
+from protos.config import CacheConfig, DType, EngineConfig, KvCacheDType
 from protos.model_config import ModelConfig
 
-_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # DType of protos/wire.hpp
+# DType of protos/wire.hpp
+_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
+_KV_DTYPES = {KvCacheDType(dtype.value): code for dtype, code in _DTYPES.items()}
+_KV_DTYPES[KvCacheDType.INT8] = 3
 _GIB = 1 << 30
 PLANS_IN_FLIGHT = 2
 # Tasks beyond one per row and KV head, so that a few long sequences can be split over all threads.
 _SPLIT_TASKS = 1024
 
 
+def cpu_page_bytes(cache: CacheConfig, model: ModelConfig, dtype: DType) -> int:
+    """Bytes of one page of the CPU-cache over all layers; ``dtype`` is the activations'."""
+    row = cache.cpu_kv_cache_dtype.resolve(dtype).row_bytes(model.head_dim)
+    rows = 2 * model.num_hidden_layers * model.num_key_value_heads  # K and V
+    return cache.cpu_kv_page_size * rows * row
+
+
 def num_cpu_pages(cache: CacheConfig, model: ModelConfig, dtype: DType) -> int:
     """Pages of the CPU-cache that ``kv_offloading_size`` pays for; each holds all layers."""
-    page_bytes = cache.cpu_kv_page_size * model.kv_bytes_per_token(dtype.itemsize)
-    return int(cache.kv_offloading_size * _GIB) // page_bytes
+    return int(cache.kv_offloading_size * _GIB) // cpu_page_bytes(cache, model, dtype)
 
 
 def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) -> dict[str, int]:
@@ -39,10 +48,11 @@ def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) 
         "n_kv_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
         "act_dtype": dtype,
-        "kv_dtype": dtype,
+        "kv_dtype": _KV_DTYPES[cache.cpu_kv_cache_dtype.resolve(worker.dtype)],
         "block_size": cache.block_size,
         "page_size": cache.cpu_kv_page_size,
-        "n_pages": num_cpu_pages(cache, model, worker.dtype),
+        # One page at least: the gpu worker times copies to and from it, whoever uses it later.
+        "n_pages": max(num_cpu_pages(cache, model, worker.dtype), 1),
         "max_slots": scheduler.max_num_seqs,
         "max_rows": scheduler.max_num_seqs,
         "max_tokens": scheduler.max_num_batched_tokens,

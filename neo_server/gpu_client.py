@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from neo_server.errors import GpuWorkerDiedError
-from neo_server.scheduler import Step, StepResult
+from neo_server.errors import GpuWorkerDiedError, GpuWorkerHungError
+from neo_server.plan import Mode
+from neo_server.step import UNKNOWN_TOKEN, StageTimes, Step, StepResult
+from neo_server.table_cost import ProfileTable
 
 if TYPE_CHECKING:
     from neo_native import ResultConsumer, ResultSlot, StepProducer, StepSlot
@@ -37,11 +41,17 @@ class GpuClient:
         producer: StepProducer,
         consumer: ResultConsumer,
         on_change: Callable[[bool], None] = lambda _ready: None,
+        on_hang: Callable[[], None] = lambda: None,
+        plan_timeout_s: float = math.inf,
     ) -> None:
         self.on_change = on_change  # called with is_ready
+        self.on_hang = on_hang  # called when a plan is not answered in time
         self.num_gpu_blocks = 0
         self.device = ""
+        self.table: ProfileTable | None = None
+        self.modes: frozenset[Mode] = frozenset()
         self.pid = 0
+        self._plan_timeout_s = plan_timeout_s
         self._producer = producer
         self._consumer = consumer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -60,12 +70,20 @@ class GpuClient:
         if self._receiving is not None:
             with contextlib.suppress(GpuWorkerDiedError, asyncio.CancelledError):
                 await asyncio.shield(self._receiving)
-        self._producer.reset()
+        self._producer.reset(takeover=True)  # the worker's lock was free when this one registered
         self._consumer.reset()
         self.pid = pid
 
-    def report_ready(self, num_gpu_blocks: int, device: str) -> None:
-        """The worker has loaded the model."""
+    def report_ready(
+        self,
+        num_gpu_blocks: int,
+        device: str,
+        table: ProfileTable | None = None,
+        modes: frozenset[Mode] = frozenset(),
+    ) -> None:
+        """The worker has loaded the model; ``modes``: kinds of plan that it runs."""
+        self.table = table
+        self.modes = modes
         self.num_gpu_blocks = num_gpu_blocks
         self.device = device
         self._ready.set()
@@ -90,11 +108,20 @@ class GpuClient:
             raise GpuWorkerDiedError("the gpu worker is gone")
         slot = self._producer.acquire()
         if slot is None:
-            raise RuntimeError("step ring is full although no plan is in flight")
+            raise RuntimeError(
+                "step ring is full although fewer plans than its slots are in flight"
+            )
         write_step(step, slot)
         self._producer.publish()
-        self._receiving = asyncio.get_running_loop().run_in_executor(self._thread, self._receive)
-        return await asyncio.shield(self._receiving)
+        # One thread takes the results in the order of their plans.
+        receiving = asyncio.get_running_loop().run_in_executor(self._thread, self._receive)
+        self._receiving = receiving
+        try:
+            return await asyncio.shield(receiving)
+        except GpuWorkerHungError:
+            self.mark_dead()
+            self.on_hang()
+            raise
 
     def close(self) -> None:
         """Ends the receiving thread."""
@@ -103,9 +130,17 @@ class GpuClient:
 
     def _receive(self) -> StepResult:
         """In the thread: the wait releases the GIL."""
+        waited = 0  # slices: a clock would also count while this process itself is stopped
         while not self._consumer.wait(_WAIT_SLICE_S):
             if self._lost:
                 raise GpuWorkerDiedError("the gpu worker died with a plan in flight")
+            waited += 1
+            if waited * _WAIT_SLICE_S >= self._plan_timeout_s:
+                self._lost = True  # so that plans behind this one do not wait as long again
+                raise GpuWorkerHungError(
+                    f"gpu worker {self.pid} did not answer a plan in {self._plan_timeout_s:g} s "
+                    "(--plan-timeout)"
+                )
         slot = self._consumer.front()
         if slot is None:
             raise RuntimeError("result ring woke its consumer but is empty")
@@ -117,40 +152,55 @@ class GpuClient:
 
 
 def write_step(step: Step, slot: StepSlot) -> None:
-    """Fills a slot of the step ring."""
-    rows = step.rows
+    """Fills a slot of the step ring. A token that is still being sampled is left to the worker."""
+    count = len(step.seqs)
     header = slot.header
-    counts = np.fromiter((row.n_new for row in rows), np.uint32, len(rows))
-    starts = (np.cumsum(counts) - counts).astype(np.uint32)
+    starts = np.cumsum(step.n_new) - step.n_new
     header["plan_id"] = step.plan_id
-    header["n_rows"] = [len(batch) for batch in step.batches] + [0] * (2 - len(step.batches))
-    header["n_tokens"] = counts.sum()
+    header["n_rows"] = [*step.n_rows, 0, 0][:2]
+    header["n_tokens"] = step.n_new.sum()
     header["n_swaps"] = len(step.swaps)
     header["flags"] = 0
     header["rank"] = 0
-    table = slot.rows[: len(rows)]
-    table["slot"] = [row.slot for row in rows]
-    table["kind"] = [row.kind for row in rows]
-    table["start"] = [row.start for row in rows]
-    table["n_new"] = counts
+    table = slot.rows[:count]
+    table["slot"] = step.slot
+    table["kind"] = step.kind
+    table["start"] = step.start
+    table["n_new"] = step.n_new
     table["token_at"] = starts
-    table["sample"] = [row.sample for row in rows]
+    table["sample"] = step.sample
     swaps = slot.swaps[: len(step.swaps)]
     swaps["slot"] = [swap.slot for swap in step.swaps]
     swaps["kind"] = [swap.kind for swap in step.swaps]
     swaps["n_tokens"] = [swap.n_tokens for swap in step.swaps]
-    slot.tokens[starts] = [row.seq.tokens[row.start] for row in rows]
-    for row, at in zip(rows, starts.tolist(), strict=True):
-        if row.n_new > 1:
-            slot.tokens[at : at + row.n_new] = row.seq.tokens[row.start : row.start + row.n_new]
+    rows = zip(step.seqs, step.start.tolist(), strict=True)
+    slot.tokens[starts] = [
+        seq.tokens[start] if start < len(seq.tokens) else UNKNOWN_TOKEN for seq, start in rows
+    ]
+    for i in np.flatnonzero(step.n_new > 1).tolist():
+        start, n_new, at = int(step.start[i]), int(step.n_new[i]), int(starts[i])
+        slot.tokens[at : at + n_new] = step.seqs[i].tokens[start : start + n_new]
 
 
 def read_result(slot: ResultSlot) -> StepResult:
     """Copies a slot of the result ring."""
-    rows = slot.rows[: int(slot.header["n_rows"])]
+    header = slot.header
+    rows = slot.rows[: int(header["n_rows"])]
     return StepResult(
-        plan_id=int(slot.header["plan_id"]),
+        plan_id=int(header["plan_id"]),
         statuses=rows["status"].tolist(),
         tokens=rows["token"].tolist(),
-        elapsed_s=float(slot.header["elapsed"]),
+        elapsed_s=float(header["elapsed"]),
+        times=StageTimes(
+            linear=_pair(header["linear"]),
+            gpu_attn=_pair(header["gpu_attn"]),
+            cpu_wait=_pair(header["cpu_wait"]),
+            handoff=float(header["handoff"]),
+            swap=float(header["swap"]),
+            head=float(header["head"]),
+        ),
     )
+
+
+def _pair(field: npt.NDArray[Any]) -> tuple[float, float]:
+    return float(field[0]), float(field[1])

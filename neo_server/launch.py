@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
+from neo_native import cores
+from neo_server.core_plan import CorePlan, plan_cores
 from neo_server.errors import ConfigurationError
-from protos.config import CacheConfig, DType, EngineConfig, SchedulerConfig, WorkerConfig
+from neo_server.options import Device, LoadFormat, Options
+from neo_server.plan import Place
+from neo_server.policies import load_policy
+from protos.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    KvCacheDType,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from protos.model_config import ModelConfig, UnsupportedModelError
 
-Device = Literal["auto", "cpu", "cuda"]
-LoadFormat = Literal["auto", "dummy"]
+__all__ = ["Device", "LoadFormat", "Options", "Resolved", "has_cuda_device", "resolve"]
+
+T = TypeVar("T")
+_DEVICES = Path("/dev")
 _DEFAULT_BUDGET = 2048  # tokens of an iteration
 _DEFAULT_SEQS = 256
+_DEFAULT_WORKERS = 2
+_DEFAULT_CPU_CACHE_GIB = 1.0
+_MAX_WORKERS = 496  # the worker table has at most 512 rows, some of them for workers by hand
+_MAX_THREADS = 512  # of one worker
 _CUDA_SPIN_US = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The flags of ``neo serve``; ``None`` and ``auto`` are for ``resolve`` to choose."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 50051
-    control_host: str = "127.0.0.1"
-    control_port: int = 0
-    address_file: Path | None = None
-    served_model_name: str | None = None
-    shutdown_timeout: float = 30.0
-    max_waiting: int = 4096
-    spawn_gpu_worker: bool = True
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enable_chunked_prefill: bool = True
-    scheduling_policy: str = "neo"
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_offloading_size: float = 1.0
-    cpu_kv_page_size: int = 64
-    shm_dir: Path | None = None
-    dtype: str = "auto"
-    device: Device = "auto"
-    load_format: LoadFormat = "auto"
-    cpu_attn_workers: int = 2
-    cpu_attn_threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +53,31 @@ class Resolved:
 
 
 def has_cuda_device() -> bool:
-    """Whether the driver shows a GPU. The server itself loads no CUDA library."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """Whether there is a GPU that PyTorch can use. The server itself loads no CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+        return False
+    return torch_has_cuda() and any(_DEVICES.glob("nvidia[0-9]*"))
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed PyTorch was built with CUDA, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b[^=\n]*=\s*(\S+)", version, re.MULTILINE)
+    return found is not None and found[1] != "None"
 
 
 def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) -> Resolved:
     """Chooses what was left open. Raises ``ConfigurationError`` with field, value and limit."""
+    _check_flags(options)
     path = model_directory(options.model)
+    model = _model_config(options.model, path)
+    reasons: dict[str, str] = {}
+    options = _offloading(options, reasons)
     try:
-        model = ModelConfig.from_pretrained(path)
-        reasons: dict[str, str] = {}
         worker = _worker_config(options, model, has_cuda, reasons)
         scheduler = _scheduler_config(options, model, reasons)
         cache = CacheConfig(
@@ -83,18 +85,86 @@ def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) ->
             num_gpu_blocks_override=options.num_gpu_blocks_override,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_offloading_size=options.kv_offloading_size,
+            kv_offloading_size=_given(options.kv_offloading_size),
             cpu_kv_page_size=options.cpu_kv_page_size,
-            shm_dir=None if options.shm_dir is None else str(options.shm_dir),
+            cpu_kv_cache_dtype=_kv_cache_dtype(options),
+            shm_dir=None if options.shm_dir is None else str(options.shm_dir.resolve()),
         )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(f"{where} is {first['input']!r}: {first['msg']}") from error
-    except (UnsupportedModelError, FileNotFoundError) as error:
-        raise ConfigurationError(f"model {options.model}: {error}") from error
     config = EngineConfig(model_path=str(path), cache=cache, scheduler=scheduler, worker=worker)
     return Resolved(config, model, reasons)
+
+
+def _check_flags(options: Options) -> None:
+    """What no part of the configuration checks by itself."""
+    for name, value, least, most in (
+        ("cpu_attn_workers", options.cpu_attn_workers, 0, _MAX_WORKERS),
+        ("cpu_attn_threads", options.cpu_attn_threads, 1, _MAX_THREADS),
+        ("reserved_cores", options.reserved_cores, 0, math.inf),
+        ("max_waiting", options.max_waiting, 0, math.inf),
+        ("shutdown_timeout", options.shutdown_timeout, 0, math.inf),
+        ("plan_timeout", options.plan_timeout, 0, math.inf),
+    ):
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+    if options.shm_dir is not None and not options.shm_dir.is_dir():
+        raise ConfigurationError(f"--shm-dir is {options.shm_dir}; there is no such directory")
+    if options.address_file is not None:
+        folder = options.address_file.absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ConfigurationError(
+                f"--address-file is {options.address_file}; {folder} is no directory to write to"
+            )
+
+
+def _model_config(name: str, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_pretrained(path)
+    except KeyError as error:
+        raise ConfigurationError(f"model {name}: config.json has no {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(
+            f"model {name}: {where} of config.json is {first['input']!r}: {first['msg']}"
+        ) from error
+    except (UnsupportedModelError, FileNotFoundError) as error:
+        raise ConfigurationError(f"model {name}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"model {name}: config.json: {error}") from error
+
+
+def _offloading(options: Options, reasons: dict[str, str]) -> Options:
+    """Fills in what CPU-requests need: nothing where the policy has none."""
+    offloads = Place.CPU in load_policy(options.scheduling_policy).places
+    size, workers = options.kv_offloading_size, options.cpu_attn_workers
+    why = "default" if offloads else f"{options.scheduling_policy} has no CPU-requests"
+    if size is None:
+        size = _DEFAULT_CPU_CACHE_GIB if offloads else 0.0
+        reasons["kv_offloading_size"] = why
+    if workers is None:
+        workers = _DEFAULT_WORKERS if offloads else 0
+        reasons["cpu_attn_workers"] = why
+    return replace(options, kv_offloading_size=size, cpu_attn_workers=workers)
+
+
+def _given(value: T | None) -> T:
+    assert value is not None, "_offloading has filled it in"
+    return value
+
+
+def _kv_cache_dtype(options: Options) -> KvCacheDType:
+    try:
+        return KvCacheDType(options.cpu_kv_cache_dtype)
+    except ValueError as error:
+        known = ", ".join(KvCacheDType)
+        raise ConfigurationError(
+            f"cpu_kv_cache_dtype is {options.cpu_kv_cache_dtype!r}; known are {known}"
+        ) from error
 
 
 def model_directory(model: str) -> Path:
@@ -118,30 +188,47 @@ def _worker_config(
     device = options.device
     if device == "auto":
         device = "cuda" if has_cuda() else "cpu"
-        reasons["device"] = "a CUDA device is there" if device == "cuda" else "no CUDA device"
+        reasons["device"] = (
+            "a CUDA device is there" if device == "cuda" else "no usable CUDA device"
+        )
     if options.dtype == "auto":
         dtype = DType.FLOAT32 if device == "cpu" else model.dtype
         reasons["dtype"] = "device is cpu" if device == "cpu" else "the checkpoint's"
     else:
         dtype = DType(options.dtype)
+    plan = _plan_cores(options, device, reasons)
     return WorkerConfig(
         device=device,
         dtype=dtype,
         load_format=options.load_format,
         seed=options.seed,
-        torch_threads=_torch_threads(options, device),
-        cpu_attn_workers=options.cpu_attn_workers,
-        cpu_attn_threads=options.cpu_attn_threads,
+        torch_threads=plan.torch_threads,
+        cpu_attn_workers=_given(options.cpu_attn_workers),
+        cpu_attn_threads=plan.attn_threads,
+        pin_cpu_attn_threads=plan.pin,
+        reserved_cores=plan.reserved,
         spin_us=_CUDA_SPIN_US if device == "cuda" else 0,
     )
 
 
-def _torch_threads(options: Options, device: str) -> int:
-    """On the CPU, PyTorch gets the cores that the attention workers leave; 0: its own choice."""
-    if device == "cuda":
-        return 0
-    workers = options.cpu_attn_workers * options.cpu_attn_threads
-    return max(1, len(os.sched_getaffinity(0)) - workers)
+def _plan_cores(options: Options, device: str, reasons: dict[str, str]) -> CorePlan:
+    n_cores = len(cores.usable())
+    plan = plan_cores(
+        n_cores,
+        _given(options.cpu_attn_workers),
+        options.cpu_attn_threads,
+        options.reserved_cores,
+        is_cuda=device == "cuda",
+    )
+    if options.cpu_attn_threads is None:
+        reasons["cpu_attn_threads"] = f"{n_cores} usable cores, {plan.reserved} reserved"
+    if options.reserved_cores is None:
+        reasons["reserved_cores"] = (
+            "the gpu worker's launcher and the server"
+            if device == "cuda"
+            else "what PyTorch gets, where cores are not scarce"
+        )
+    return plan
 
 
 def _scheduler_config(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-ITERATION_KINDS = ("gpu_only", "one_batch", "two_batches")
+ITERATION_KINDS = ("gpu_only", "one_batch", "two_batches", "piggyback")
 _WINDOW_S = 10.0
 
 
@@ -23,6 +23,8 @@ class Metrics:
     num_swap_ins: int = 0
     num_output_tokens: int = 0
     num_voided_rows: int = 0
+    num_wasted_rows: int = 0  # of sequences that had finished or were preempted meanwhile
+    max_skipped: int = 0  # iterations in a row that a CPU decode was left out
     num_gpu_worker_restarts: int = 0
 
 

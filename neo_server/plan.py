@@ -1,13 +1,20 @@
-"""What a policy sees (``View``) and proposes (``Plan``), both frozen, and their check."""
+"""What a policy sees (``View``) and proposes (``Plan``), both frozen.
+
+Sequences and rows are columns (numpy), so that a policy over a thousand of them takes a few dozen
+array operations; both can also be read one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple, overload
 
-from neo_server.errors import PlanError
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
 
 
 class Place(IntEnum):
@@ -46,14 +53,25 @@ class SwapKind(IntEnum):
     IN = 1
 
 
+class Mode(StrEnum):
+    """How an iteration runs; ``Plan.mode`` and the metrics use these words."""
+
+    GPU_ONLY = "gpu_only"
+    ONE_BATCH = "one_batch"  # GPU rows and CPU rows in one pass over the weights ("merged")
+    TWO_BATCHES = "two_batches"  # the asymmetric pipeline, arXiv 2411.01142, section 3.1
+    PIGGYBACK = "piggyback"  # CPU rows advance one layer; arXiv 2603.12831
+
+
 class SeqView(NamedTuple):
     """One sequence. Ids grow with arrival, so ordering by id is first come, first served."""
 
     id: int
     place: Place
-    num_tokens: int  # prompt and output so far
-    num_computed: int  # of these, in the cache
+    num_tokens: int  # prompt and output so far, tokens still being computed included
+    num_computed: int  # of these, in the cache (or put there by a plan in flight)
     held: int  # blocks (on the GPU) or pages (on the CPU) that it holds
+    skipped: int = 0  # iterations in a row in which it, a CPU decode, was left out
+    ride: int = 0  # layers of its next token that are done, when it piggybacks
 
     @property
     def is_decode(self) -> bool:
@@ -66,25 +84,113 @@ class SeqView(NamedTuple):
         return self.num_tokens - self.num_computed
 
 
+class Seqs:
+    """Columns of ``SeqView``, by arrival."""
+
+    __slots__ = ("held", "id", "num_computed", "num_tokens", "place", "ride", "skipped")
+
+    def __init__(
+        self,
+        id: Ints,  # noqa: A002
+        place: Ints,
+        num_tokens: Ints,
+        num_computed: Ints,
+        held: Ints,
+        skipped: Ints,
+        ride: Ints,
+    ) -> None:
+        self.id, self.place = id, place
+        self.num_tokens, self.num_computed = num_tokens, num_computed
+        self.held, self.skipped, self.ride = held, skipped, ride
+
+    @staticmethod
+    def of(views: Iterable[SeqView]) -> Seqs:
+        """From single views."""
+        columns = list(zip(*views, strict=True)) or [()] * len(SeqView._fields)
+        return Seqs(*(np.array(column, np.int64) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def __iter__(self) -> Iterator[SeqView]:
+        columns = [getattr(self, name).tolist() for name in SeqView._fields]
+        for row in zip(*columns, strict=True):
+            yield SeqView(row[0], Place(row[1]), *row[2:])
+
+    def __getitem__(self, index: int) -> SeqView:
+        values = [int(getattr(self, name)[index]) for name in SeqView._fields]
+        return SeqView(values[0], Place(values[1]), *values[2:])
+
+    def take(self, chosen: npt.NDArray[Any] | slice) -> Seqs:
+        """Some of them: a mask, indices or a slice."""
+        return Seqs(*(getattr(self, name)[chosen] for name in SeqView._fields))
+
+    def plus(self, other: Seqs) -> Seqs:
+        """Both, by arrival."""
+        if not len(other):
+            return self
+        if not len(self):
+            return other
+        order = np.argsort(np.concatenate((self.id, other.id)), kind="stable")
+        return Seqs(
+            *(
+                np.concatenate((getattr(self, name), getattr(other, name)))[order]
+                for name in SeqView._fields
+            )
+        )
+
+    def at(self, place: Place) -> Seqs:
+        """Those whose cache is there."""
+        return self.take(self.place == place)
+
+    @property
+    def is_decode(self) -> npt.NDArray[np.bool_]:
+        """Mask of those with all but their last token in the cache."""
+        last: npt.NDArray[np.bool_] = self.num_computed == self.num_tokens - 1
+        return last & (self.num_computed > 0)
+
+    @property
+    def remaining(self) -> Ints:
+        """Tokens still to compute."""
+        return self.num_tokens - self.num_computed
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a policy may know. Both queues are in order of arrival."""
+    """All that a policy may know. Both queues are in order of arrival.
 
-    waiting: tuple[SeqView, ...]
-    running: tuple[SeqView, ...]
+    ``running`` holds those that can advance; a sequence that only waits for its last token to come
+    back is in neither queue, but keeps its seat and its cache.
+    """
+
+    waiting: Sequence[SeqView]  # made as they are looked at: read it from its head
+    running: Seqs
     gpu_blocks_free: int
     gpu_blocks_total: int
     cpu_pages_free: int
     cpu_pages_total: int
     block_size: int  # tokens
     page_size: int  # tokens
-    max_num_seqs: int
+    seats_free: int  # sequences that may be admitted
     max_num_batched_tokens: int
     max_swaps: int
     enable_chunked_prefill: bool
     cpu_workers: int  # alive now
+    plan_id: int = 0
+    modes: frozenset[Mode] = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
+    max_skipped: int = 32  # iterations in a row that a CPU decode may be left out
+    prefill_share: float = 0.0  # of the latest iterations, how many held a prefill
+    prefill_tokens: float = 0.0  # prefill tokens of such an iteration, on average
+    mean_prompt: float = 0.0  # tokens, of the sequences that finished lately; 0: none did
+    mean_output: float = 0.0
+    tpot_slo_s: float | None = None
+    ttft_slo_s: float | None = None
 
-    def need(self, seq: SeqView, place: Place) -> int:
+    @overload
+    def need(self, seq: SeqView, place: Place) -> int: ...
+    @overload
+    def need(self, seq: Seqs, place: Place) -> Ints: ...
+    def need(self, seq: SeqView | Seqs, place: Place) -> int | Ints:
         """Blocks or pages that ``seq`` has to hold in ``place`` before its next row.
 
         A prefill takes the room of its whole prompt with its first chunk, so that no prefill
@@ -102,98 +208,52 @@ class PlanRow(NamedTuple):
     n_new: int
 
 
+class Rows:
+    """Columns of ``PlanRow``: one sub-batch."""
+
+    __slots__ = ("kind", "n_new", "seq")
+
+    def __init__(self, seq: Ints, kind: Ints, n_new: Ints) -> None:
+        self.seq, self.kind, self.n_new = seq, kind, n_new
+
+    @staticmethod
+    def of(rows: Iterable[PlanRow]) -> Rows:
+        """From single rows."""
+        columns = list(zip(*rows, strict=True)) or [(), (), ()]
+        return Rows(*(np.array(column, np.int64) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        for seq, kind, n_new in zip(
+            self.seq.tolist(), self.kind.tolist(), self.n_new.tolist(), strict=True
+        ):
+            yield PlanRow(seq, RowKind(kind), n_new)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one iteration does. Preemption (by recompute) and swaps come before the rows."""
 
-    batches: tuple[tuple[PlanRow, ...], ...]  # one or two sub-batches
+    batches: tuple[Rows, ...]  # one or two sub-batches
     swap_out: tuple[int, ...] = ()
     swap_in: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
+    riders: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # advance one layer
+    estimate_s: float | None = None  # how long the cost model says that it takes
 
     @property
     def num_rows(self) -> int:
-        """Rows of both sub-batches."""
-        return sum(len(batch) for batch in self.batches)
+        """Rows of both sub-batches, and riders."""
+        return sum(len(batch) for batch in self.batches) + len(self.riders)
 
-
-def check_plan(plan: Plan, view: View) -> None:
-    """Raises ``PlanError`` unless ``plan`` can be carried out as it stands."""
-    running = {seq.id: seq for seq in view.running}
-    waiting = {seq.id: seq for seq in view.waiting}
-    _check_moves(plan, running, view)
-    rows = [row for batch in plan.batches for row in batch]
-    if len(plan.batches) > 2 or (len(plan.batches) == 2 and not all(plan.batches)):
-        raise PlanError(f"sub-batches have {[len(b) for b in plan.batches]} rows; 2 filled at most")
-    if len({row.seq for row in rows}) != len(rows):
-        raise PlanError("a sequence has two rows in one plan")
-    moved = dict.fromkeys(plan.swap_out, Place.CPU) | dict.fromkeys(plan.swap_in, Place.GPU)
-    for row in rows:
-        seq = running.get(row.seq) or waiting.get(row.seq)
-        if seq is None or row.seq in plan.preempt:
-            raise PlanError(f"row names sequence {row.seq}, which is unknown or preempted")
-        _check_row(row, seq, moved.get(row.seq, seq.place), view)
-    _check_budgets(plan, rows, running, waiting, view)
-
-
-def _check_moves(plan: Plan, running: Mapping[int, SeqView], view: View) -> None:
-    for name, ids, place in (
-        ("preempt", plan.preempt, None),
-        ("swap_out", plan.swap_out, Place.GPU),
-        ("swap_in", plan.swap_in, Place.CPU),
-    ):
-        for seq_id in ids:
-            seq = running.get(seq_id)
-            if seq is None or (place is not None and seq.place is not place):
-                raise PlanError(f"{name} names sequence {seq_id}, which is not running there")
-    moves = plan.preempt + plan.swap_out + plan.swap_in
-    if len(set(moves)) != len(moves):
-        raise PlanError("a sequence is moved twice in one plan")
-    if len(plan.swap_out) + len(plan.swap_in) > view.max_swaps:
-        raise PlanError(f"more than max_swaps, {view.max_swaps}, swaps")
-
-
-def _check_row(row: PlanRow, seq: SeqView, place: Place, view: View) -> None:
-    if place is not Place.NOWHERE and row.kind.place is not place:
-        raise PlanError(f"{row.kind.name} row for sequence {seq.id}, whose cache is {place.name}")
-    if row.kind.is_decode != seq.is_decode:
-        raise PlanError(f"{row.kind.name} row for sequence {seq.id}: {seq}")
-    whole = row.n_new == seq.remaining
-    if not 1 <= row.n_new <= seq.remaining or not (whole or view.enable_chunked_prefill):
-        raise PlanError(f"row of {row.n_new} tokens; sequence {seq.id} has {seq.remaining} left")
-
-
-def _check_budgets(
-    plan: Plan,
-    rows: list[PlanRow],
-    running: Mapping[int, SeqView],
-    waiting: Mapping[int, SeqView],
-    view: View,
-) -> None:
-    admitted = sum(row.seq in waiting for row in rows)
-    seqs = len(running) - len(plan.preempt) + admitted
-    limits = [
-        ("tokens", sum(row.n_new for row in rows), view.max_num_batched_tokens),
-        ("sequences", seqs, view.max_num_seqs),
-    ]
-    spent = {Place.GPU: 0, Place.CPU: 0}
-    moved = set(plan.swap_out + plan.swap_in)
-    for row in rows:
-        if row.seq not in moved:
-            seq = running.get(row.seq) or waiting[row.seq]
-            place = row.kind.place
-            spent[place] += view.need(seq, place) - seq.held
-    for seq_id in plan.swap_out:
-        spent[Place.CPU] += view.need(running[seq_id], Place.CPU)
-        spent[Place.GPU] -= running[seq_id].held
-    for seq_id in plan.swap_in:  # its pages are free only after the plan: swaps out come first
-        spent[Place.GPU] += view.need(running[seq_id], Place.GPU)
-    for seq_id in plan.preempt:
-        spent[running[seq_id].place] -= running[seq_id].held
-    limits += [
-        ("GPU blocks", spent[Place.GPU], view.gpu_blocks_free),
-        ("CPU pages", spent[Place.CPU], view.cpu_pages_free),
-    ]
-    for name, value, limit in limits:
-        if value > limit:
-            raise PlanError(f"plan takes {value} {name}; there is room for {limit}")
+    @property
+    def mode(self) -> Mode:
+        """By its shape."""
+        if len(self.riders):
+            return Mode.PIGGYBACK
+        if len(self.batches) == 2:
+            return Mode.TWO_BATCHES
+        on_cpu = any((batch.kind == RowKind.DECODE_CPU).any() for batch in self.batches)
+        return Mode.ONE_BATCH if on_cpu else Mode.GPU_ONLY

@@ -128,14 +128,25 @@ class Sequence:
     sampling: SamplingParams
     state: State = State.WAITING
     place: Place = Place.NOWHERE
-    num_computed: int = 0  # tokens in the cache
+    num_computed: int = 0  # tokens in the cache, or put there by a plan in flight
+    pending: int = 0  # tokens that plans in flight will append
+    epoch: int = 0  # grows whenever the rows in flight are given up
+    max_len: int = 1 << 30  # prompt and output together; no row is planned beyond it
     slot: int | None = None  # row of the sequence table
     blocks: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     last_plan: int = 0  # the last one that names it
+    moved_plan: int = 0  # the last one that swaps it
     num_gpu_decodes: int = 0
     num_cpu_decodes: int = 0
     num_preemptions: int = 0
+    skipped: int = 0  # iterations in a row that left it, a CPU decode, out
+    ride: int = 0  # layers of its next token that are done
+
+    @property
+    def num_planned(self) -> int:
+        """Tokens, those on their way included."""
+        return len(self.tokens) + self.pending
 
     @property
     def num_output(self) -> int:
@@ -145,7 +156,10 @@ class Sequence:
     def view(self) -> SeqView:
         """What a policy sees of it."""
         held = len(self.pages) if self.place is Place.CPU else len(self.blocks)
-        return SeqView(self.id, self.place, len(self.tokens), self.num_computed, held)
+        return SeqView(
+            *(self.id, self.place, self.num_planned, self.num_computed),
+            *(held, self.skipped, self.ride),
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,66 +1,44 @@
-"""Owns the queues: asks the policy for a plan, checks it, carries it out on the block manager."""
+"""Owns the queues: asks the policy for a plan, checks it, carries it out on the block manager.
+
+Iteration i+1 is planned while i runs: a row that samples leaves its sequence one token longer at
+once, and ``update`` fills the token in. What turns out otherwise (a finished or preempted sequence,
+a void row) raises the sequence's epoch, so that its rows in flight count for nothing.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+
+import numpy as np
 
 from neo_server.block_manager import BlockManager
+from neo_server.columns import Columns, Waiting
+from neo_server.correction import CorrectedCost
 from neo_server.errors import PlanError
 from neo_server.metrics import Metrics
-from neo_server.plan import Place, Plan, PlanRow, RowKind, RowStatus, SwapKind, View, check_plan
+from neo_server.plan import (
+    Ints,
+    Mode,
+    Place,
+    Plan,
+    RowKind,
+    Rows,
+    RowStatus,
+    SwapKind,
+    View,
+)
+from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
 from neo_server.request import Sequence, State
+from neo_server.step import Step, StepResult, StepSwap
+from neo_server.step_cost import StepLoad, load_of_step
 from protos.config import SchedulerConfig
 
 _BY_ARRIVAL = attrgetter("id")
-
-
-class StepRow(NamedTuple):
-    """A plan's row with all that the gpu worker needs, as it was when it was planned."""
-
-    seq: Sequence
-    slot: int
-    kind: RowKind
-    start: int
-    n_new: int
-    sample: bool
-
-
-class StepSwap(NamedTuple):
-    """Moves the first ``n_tokens`` of a slot."""
-
-    slot: int
-    kind: SwapKind
-    n_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One iteration as it is sent."""
-
-    plan_id: int
-    batches: tuple[tuple[StepRow, ...], ...]
-    swaps: tuple[StepSwap, ...]
-
-    @property
-    def rows(self) -> tuple[StepRow, ...]:
-        """Rows of all sub-batches in the order in which they are sent and answered."""
-        return tuple(row for batch in self.batches for row in batch)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What came back; one entry per row, in the order of the step."""
-
-    plan_id: int
-    statuses: SequenceOf[int]  # RowStatus
-    tokens: SequenceOf[int]  # -1 unless sampled
-    elapsed_s: float
+RUNNABLE = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
+_RECENT = 1 / 32  # weight of the newest iteration in running means
 
 
 class Scheduler:
@@ -73,16 +51,28 @@ class Scheduler:
         blocks: BlockManager,
         max_swaps: int,
         cpu_workers: Callable[[], int],
+        cost: CorrectedCost,
+        modes: frozenset[Mode] = RUNNABLE,
     ) -> None:
+        """``modes``: kinds of plan that the gpu worker can run."""
         self.config = config
         self.policy = policy
         self.blocks = blocks
+        self.cost = cost
+        self.modes = modes
         self.metrics = Metrics()
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.running: dict[int, Sequence] = {}
+        self.in_flight = 0  # plans that have not reported
         self._max_swaps = max_swaps
         self._cpu_workers = cpu_workers
         self._plan_id = 0
+        self._expected: dict[int, tuple[StepLoad, float]] = {}
+        self._columns = Columns(blocks.slots.total)
+        self._prefill_share = 0.0
+        self._prefill_tokens = 0.0
+        self._mean_prompt = 0.0
+        self._mean_output = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -104,136 +94,291 @@ class Scheduler:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
         if seq.state is State.FINISHED:
             return
-        (self.waiting if seq.state is State.WAITING else self.running).remove(seq)
-        self.blocks.drop(seq, State.FINISHED)
+        self._learn_lengths(seq)
+        if seq.state is State.WAITING:
+            self.waiting.remove(seq)
+        else:
+            del self.running[seq.id]
+        self._drop(seq, State.FINISHED)
 
-    def schedule(self) -> Step:
-        """The next iteration. Raises ``PlanError`` where the policy is wrong."""
-        view = self._view()
+    def _learn_lengths(self, seq: Sequence) -> None:
+        if seq.num_output:
+            weight = _RECENT if self._mean_prompt else 1.0
+            self._mean_prompt += weight * (seq.num_prompt - self._mean_prompt)
+            self._mean_output += weight * (seq.num_output - self._mean_output)
+
+    def schedule(self) -> Step | None:
+        """The next iteration; None: none before a plan in flight has reported.
+
+        Raises ``PlanError`` where the policy is wrong.
+        """
+        self.cost.refresh()
+        view, slots = self._view()
         plan = self._checked_plan(view)
+        if self.in_flight and self._must_wait(plan):
+            return None
         if plan.num_rows == 0 and plan.preempt:  # whoever was preempted can start again at once
             self._preempt(plan.preempt)
-            view = self._view()
+            view, slots = self._view()
             plan = self._checked_plan(view)
         if plan.num_rows == 0 and not (plan.swap_in or plan.swap_out):
             raise PlanError(f"policy {self.policy.name} lets nothing advance: {view}")
-        return self._carry_out(plan)
+        step = self._carry_out(plan, view, slots)
+        self.in_flight += 1
+        load = load_of_step(step, self.running)
+        self._expected[step.plan_id] = load, load.seconds(self.cost)
+        return step
 
     def update(self, step: Step, result: StepResult) -> list[tuple[Sequence, int]]:
         """Takes the result in; returns the sequences that got a token, with it."""
-        if result.plan_id != step.plan_id or len(result.statuses) != len(step.rows):
+        if result.plan_id != step.plan_id or len(result.statuses) != len(step.seqs):
             raise PlanError(f"result of plan {result.plan_id} does not answer {step.plan_id}")
+        self.in_flight -= 1
+        self.cost.learn(*self._expected.pop(step.plan_id), result)
         self.blocks.reported(step.plan_id)
         sampled: list[tuple[Sequence, int]] = []
-        for row, status, token in zip(step.rows, result.statuses, result.tokens, strict=True):
+        rows = zip(
+            *(step.seqs, step.kind.tolist(), step.epoch.tolist(), step.sample.tolist()),
+            *(step.start.tolist(), result.statuses, result.tokens),
+            strict=True,
+        )
+        for seq, kind, epoch, sample, start, status, token in rows:
             if status == RowStatus.VOIDED:
                 self.metrics.num_voided_rows += 1
+                if seq.epoch == epoch:
+                    self._roll_back(seq, start)
                 continue
-            self._count_decode(row)
-            if row.seq.state is not State.RUNNING:
-                continue
-            row.seq.num_computed += row.n_new
-            if row.sample:
-                row.seq.tokens.append(token)
-                sampled.append((row.seq, token))
+            self._count_decode(seq, kind)
+            if seq.epoch != epoch:
+                self.metrics.num_wasted_rows += 1
+            elif sample:
+                seq.tokens.append(token)
+                seq.pending -= 1
+                sampled.append((seq, token))
         self.metrics.num_output_tokens += len(sampled)
         return sampled
 
     def reset(self, blocks: BlockManager) -> None:
         """The gpu worker was lost with both caches' contents: everything is computed again."""
-        for seq in self.running:
-            self.blocks.drop(seq, State.WAITING)
-            seq.last_plan = 0
+        for seq in self.running.values():
+            seq.last_plan = seq.moved_plan = 0
+            self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
             insort(self.waiting, seq, key=_BY_ARRIVAL)
         self.running.clear()
+        self.in_flight = 0
+        self._expected.clear()
         self.blocks = blocks
+        self._columns = Columns(blocks.slots.total)
         blocks.reported(self._plan_id)
 
-    def _view(self) -> View:
-        return View(
-            waiting=tuple(seq.view() for seq in self.waiting),
-            running=tuple(seq.view() for seq in self.running),
+    def _must_wait(self, plan: Plan) -> bool:
+        """A plan in flight may end what makes this plan move somebody, or what makes it empty."""
+        if plan.preempt or (plan.swap_out and self.blocks.has_deferred):
+            return True
+        # The plan that moved a sequence still reads the table row that moving it back rewrites.
+        moves = plan.swap_in + plan.swap_out
+        if any(self.running[i].moved_plan > self.blocks.last_reported for i in moves):
+            return True
+        return plan.num_rows == 0 and not (plan.swap_in or plan.swap_out)
+
+    def _view(self) -> tuple[View, Ints]:
+        running, slots = self._columns.view()
+        seats = min(self.config.max_num_seqs - len(self.running), self.blocks.slots.free)
+        view = View(
+            waiting=Waiting(self.waiting),
+            running=running,
             gpu_blocks_free=self.blocks.blocks.free,
             gpu_blocks_total=self.blocks.blocks.total,
             cpu_pages_free=self.blocks.pages.free,
             cpu_pages_total=self.blocks.pages.total,
             block_size=self.blocks.block_size,
             page_size=self.blocks.page_size,
-            max_num_seqs=self.config.max_num_seqs,
+            seats_free=seats,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_swaps=self._max_swaps,
             enable_chunked_prefill=self.config.enable_chunked_prefill,
             cpu_workers=self._cpu_workers(),
+            plan_id=self._plan_id + 1,
+            modes=self.modes,
+            max_skipped=self.config.max_skipped_iterations,
+            prefill_share=self._prefill_share,
+            prefill_tokens=self._prefill_tokens,
+            mean_prompt=self._mean_prompt,
+            mean_output=self._mean_output,
+            tpot_slo_s=self.config.tpot_slo_s,
         )
+        return view, slots
 
     def _checked_plan(self, view: View) -> Plan:
-        plan = self.policy.plan(view)
+        plan = self.policy.plan(view, self.cost)
         check_plan(plan, view)
         return plan
 
-    def _carry_out(self, plan: Plan) -> Step:
+    def _carry_out(self, plan: Plan, view: View, slots: Ints) -> Step:
         self._plan_id += 1
         self._preempt(plan.preempt)
-        running = {seq.id: seq for seq in self.running}
-        admitted = {seq.id: seq for seq in self.waiting if seq.state is State.WAITING}
-        swaps = self._swap(plan, running)
-        batches = []
-        for batch in plan.batches:
-            rows = [self._row(row, running, admitted) for row in batch]
-            batches.append(tuple(sorted(rows, key=lambda row: (row.kind, row.seq.id))))
-        self._count_iteration(plan, batches)
-        return Step(self._plan_id, tuple(batches), swaps)
+        swaps = self._swap(plan)
+        riders = self._ride(plan, view)
+        batches = [self._sorted(batch) for batch in plan.batches]
+        if len(riders):
+            batches = self._with_riders(batches, riders)
+        for seq_id in np.concatenate([b.seq for b in batches] or [np.empty(0, np.int64)]).tolist():
+            if seq_id not in self.running:
+                self._admit(seq_id, batches)
+        step = self._step(plan, batches, swaps)
+        self._note_skipped(plan, view, slots, step)
+        self._count_iteration(plan)
+        return step
+
+    def _step(self, plan: Plan, batches: list[Rows], swaps: tuple[StepSwap, ...]) -> Step:
+        empty = [np.empty(0, np.int64)]
+        kind = np.concatenate([b.kind for b in batches] or empty)
+        n_new = np.concatenate([b.n_new for b in batches] or empty)
+        ids = np.concatenate([b.seq for b in batches] or empty).tolist()
+        seqs = tuple([self.running[seq_id] for seq_id in ids])
+        slot = np.array([seq.slot for seq in seqs], np.int64)
+        self._grow(seqs, slot, kind)
+        start = np.array([seq.num_computed for seq in seqs], np.int64)
+        ends = np.array([seq.num_planned for seq in seqs], np.int64)
+        sample = start + n_new == ends
+        for seq, count, last in zip(seqs, n_new.tolist(), sample.tolist(), strict=True):
+            seq.last_plan = self._plan_id
+            seq.num_computed += count
+            seq.pending += last
+        self._columns.advance(slot, n_new, slot[sample])
+        epoch = np.array([seq.epoch for seq in seqs], np.int64)
+        n_rows = tuple(len(b) for b in batches)
+        return Step(
+            *(self._plan_id, n_rows, seqs, slot, kind, start, n_new, sample.astype(np.int64)),
+            *(epoch, swaps, plan),
+        )
+
+    def _grow(self, seqs: tuple[Sequence, ...], slot: Ints, kind: Ints) -> None:
+        size = np.where(kind % 2 == 1, self.blocks.page_size, self.blocks.block_size)
+        for i in self._columns.grown(slot, size).tolist():
+            place = Place.CPU if kind[i] % 2 else Place.GPU
+            self.blocks.grow(seqs[i], place)
+            held = seqs[i].pages if place is Place.CPU else seqs[i].blocks
+            self._columns.hold(int(slot[i]), len(held))
+
+    @staticmethod
+    def _sorted(batch: Rows) -> Rows:
+        """By kind, then arrival, as the wire asks."""
+        order = np.lexsort((batch.seq, batch.kind))
+        return Rows(batch.seq[order], batch.kind[order], batch.n_new[order])
+
+    def _admit(self, seq_id: int, batches: list[Rows]) -> None:
+        at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
+        seq = self.waiting.pop(at)
+        self.blocks.open_slot(seq)
+        kind = next(int(b.kind[b.seq == seq_id][0]) for b in batches if seq_id in b.seq)
+        seq.state, seq.place = State.RUNNING, RowKind(kind).place
+        self.running[seq_id] = seq
+        self._columns.put(seq)
+
+    def _drop(self, seq: Sequence, state: State) -> None:
+        if seq.slot is not None:
+            self._columns.drop(seq.slot)
+        self.blocks.drop(seq, state)
 
     def _preempt(self, ids: tuple[int, ...]) -> None:
-        for seq in [seq for seq in self.running if seq.id in ids]:
-            self.running.remove(seq)
-            self.blocks.drop(seq, State.WAITING)
+        for seq_id in ids:
+            seq = self.running.pop(seq_id)
+            self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
             self.metrics.num_preemptions += 1
             insort(self.waiting, seq, key=_BY_ARRIVAL)
 
-    def _swap(self, plan: Plan, running: dict[int, Sequence]) -> tuple[StepSwap, ...]:
+    def _roll_back(self, seq: Sequence, start: int) -> None:
+        """A row was void: it is planned again, and whatever builds on it in flight is void too."""
+        seq.num_computed, seq.pending, seq.ride = start, 0, 0
+        seq.epoch += 1
+        self._columns.put(seq)
+
+    def _swap(self, plan: Plan) -> tuple[StepSwap, ...]:
         swaps = []
         for kind, ids in ((SwapKind.OUT, plan.swap_out), (SwapKind.IN, plan.swap_in)):
             for seq_id in ids:
-                seq = running[seq_id]
+                seq = self.running[seq_id]
                 if kind is SwapKind.OUT:
                     self.blocks.swap_out(seq)
                 else:
                     self.blocks.swap_in(seq, self._plan_id)
-                seq.last_plan = self._plan_id
+                seq.last_plan = seq.moved_plan = self._plan_id
+                seq.skipped = seq.ride = 0
+                self._columns.put(seq)
                 assert seq.slot is not None
                 swaps.append(StepSwap(seq.slot, kind, seq.num_computed))
         self.metrics.num_swap_outs += len(plan.swap_out)
         self.metrics.num_swap_ins += len(plan.swap_in)
         return tuple(swaps)
 
-    def _row(
-        self, row: PlanRow, running: dict[int, Sequence], waiting: dict[int, Sequence]
-    ) -> StepRow:
-        seq = running.get(row.seq)
-        if seq is None:
-            seq = waiting[row.seq]
-            self.waiting.remove(seq)
-            self.blocks.open_slot(seq)
-            seq.state, seq.place = State.RUNNING, row.kind.place
-            insort(self.running, seq, key=_BY_ARRIVAL)
-        self.blocks.grow(seq, row.kind.place)
-        seq.last_plan = self._plan_id
-        assert seq.slot is not None
-        sample = seq.num_computed + row.n_new == len(seq.tokens)
-        return StepRow(seq, seq.slot, row.kind, seq.num_computed, row.n_new, sample)
+    def _ride(self, plan: Plan, view: View) -> list[Sequence]:
+        """Riders advance one layer; those that have passed all of them get their token."""
+        arrived = []
+        for seq_id in plan.riders.tolist():
+            seq = self.running[seq_id]
+            seq.ride += 1
+            seq.last_plan = self._plan_id
+            self.blocks.grow(seq, Place.CPU)
+            if seq.ride >= self.cost.num_layers:
+                seq.ride = 0
+                arrived.append(seq)
+            self._columns.put(seq)
+        return arrived
 
-    def _count_iteration(self, plan: Plan, batches: list[tuple[StepRow, ...]]) -> None:
-        offloads = any(row.kind.place is Place.CPU for batch in batches for row in batch)
-        kind = "two_batches" if len(batches) == 2 else "one_batch" if offloads else "gpu_only"
-        self.metrics.iterations[kind] += 1
+    @staticmethod
+    def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
+        """Riders that arrive are decode_cpu rows of batch-0."""
+        count = len(riders)
+        first = batches[0] if batches else Rows.of(())
+        added = Rows(
+            np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
+            np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
+            np.concatenate((first.n_new, np.ones(count, np.int64))),
+        )
+        return [Scheduler._sorted(added), *batches[1:]]
 
-    def _count_decode(self, row: StepRow) -> None:
-        if row.kind is RowKind.DECODE_GPU:
+    def _note_skipped(self, plan: Plan, view: View, slots: Ints, step: Step) -> None:
+        """Counts how long each CPU decode has been left out while workers live."""
+        if view.cpu_workers == 0:
+            return
+        left_out = view.running.is_decode & (view.running.place == Place.CPU)
+        if not left_out.any():
+            return
+        moved = plan.preempt + plan.swap_in
+        rows = np.concatenate((*(b.seq for b in plan.batches), plan.riders))
+        left_out &= ~np.isin(view.running.id, rows) & ~np.isin(view.running.id, moved)
+        changed = left_out | (view.running.skipped > 0)
+        counted = np.where(left_out, view.running.skipped + 1, 0)[changed]
+        for seq_id, skipped in zip(
+            view.running.id[changed].tolist(), counted.tolist(), strict=True
+        ):
+            seq = self.running.get(seq_id)
+            if seq is not None:
+                seq.skipped = skipped
+        self._columns.note(slots[changed], counted)
+        self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
+
+    def _count_iteration(self, plan: Plan) -> None:
+        self.metrics.iterations[self._kind(plan)] += 1
+        prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
+        self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
+        if prefill:
+            self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
+
+    @staticmethod
+    def _kind(plan: Plan) -> Mode:
+        """CPU-bound prefills count as offloading too."""
+        if plan.mode is Mode.GPU_ONLY and any((b.kind % 2 == 1).any() for b in plan.batches):
+            return Mode.ONE_BATCH
+        return plan.mode
+
+    def _count_decode(self, seq: Sequence, kind: int) -> None:
+        if kind == RowKind.DECODE_GPU:
             self.metrics.num_gpu_decodes += 1
-            row.seq.num_gpu_decodes += 1
-        elif row.kind is RowKind.DECODE_CPU:
+            seq.num_gpu_decodes += 1
+        elif kind == RowKind.DECODE_CPU:
             self.metrics.num_cpu_decodes += 1
-            row.seq.num_cpu_decodes += 1
+            seq.num_cpu_decodes += 1

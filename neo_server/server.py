@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from neo_server.block_manager import BlockManager
 from neo_server.chat_template import ChatTemplate
 from neo_server.control_service import ControlService
+from neo_server.correction import CorrectedCost
+from neo_server.cost_model import FreeCost
 from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError
 from neo_server.geometry import geometry_fields, num_cpu_pages
@@ -26,20 +28,25 @@ from neo_server.launch import Options, Resolved
 from neo_server.plan import Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
-from neo_server.scheduler import Scheduler
+from neo_server.scheduler import RUNNABLE, Scheduler
 from neo_server.service import InferenceService
 from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 from neo_server.supervisor import Supervisor, worker_command
+from neo_server.table_cost import ProfileTable, TableCost
 from neo_server.tokenizer import Tokenizer
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
+_PLAN_TIMEOUT_S = {"cuda": 60.0, "cpu": 600.0}  # a CPU prefills a large model's prompt slowly
 _FLUSH_S = 2.0  # for the last messages of drained streams
-_GRPC_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
+_MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
+_MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
+_CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
 
 
 class Server:
@@ -81,18 +88,36 @@ class Server:
         finally:
             await self._close()
 
+    async def profile(self) -> ProfileTable | None:
+        """Starts the workers, takes the gpu worker's profile and ends them."""
+        try:
+            state = await self._open()
+            assert state.supervisor is not None
+            await race(state.gpu.recovered(), state.supervisor.failure())
+            return state.gpu.table
+        finally:
+            await self._close()
+
     async def _open(self) -> ServerState:
         """Segments, services (NOT_SERVING), worker processes."""
         config, model = self.resolved.config, self.resolved.model
         workers = config.worker.cpu_attn_workers + _SPARE_WORKERS
+        tokenizer = Tokenizer.from_pretrained(config.model_path)
+        chat_template = ChatTemplate.from_pretrained(config.model_path)
         memory = SharedMemory(geometry_fields(config, model, workers), config.cache.shm_dir)
-        gpu = GpuClient(memory.producer, memory.consumer, self._gpu_changed)
+        gpu = GpuClient(
+            memory.producer,
+            memory.consumer,
+            self._gpu_changed,
+            self._gpu_hangs,
+            plan_timeout_s(self.options, config.worker),
+        )
         # From here on _close() removes the segments, whatever happens.
         state = self.state = ServerState(
             options=self.options,
             resolved=self.resolved,
-            tokenizer=Tokenizer.from_pretrained(config.model_path),
-            chat_template=ChatTemplate.from_pretrained(config.model_path),
+            tokenizer=tokenizer,
+            chat_template=chat_template,
             memory=memory,
             gpu=gpu,
         )
@@ -128,13 +153,21 @@ class Server:
         return f"{bracketed}:{bound}"
 
     def _control_server(self, state: ServerState) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_GRPC_OPTIONS)
+        server = grpc.aio.server(options=_CONTROL_OPTIONS)
         register = control_pb2_grpc.add_ControlServicer_to_server
         register(ControlService(state), server)  # type: ignore[no-untyped-call]
         return server
 
     def _public_server(self, state: ServerState) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_GRPC_OPTIONS)
+        scheduler = self.resolved.config.scheduler
+        # UTF-8 takes up to 4 bytes a character, a token id up to 5.
+        prompt = scheduler.max_model_len * max(4 * state.tokenizer.longest_token, 5)
+        options = (
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", min(prompt + _MESSAGE_ROOM, (1 << 31) - 1)),
+        )
+        rpcs = 2 * (self.options.max_waiting + scheduler.max_num_seqs) + _MORE_RPCS
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=rpcs)
         register = inference_pb2_grpc.add_InferenceServicer_to_server
         register(InferenceService(state), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -145,21 +178,33 @@ class Server:
     async def _serve(self, state: ServerState) -> None:
         """Becomes ready, then follows the engine, which ends only by failing."""
         blocks = self._make_blocks(await state.gpu.recovered())
+        table = state.gpu.table
+        pool = state.memory.cpu_pool
+        cost = CorrectedCost(FreeCost() if table is None else TableCost(table, pool.live_threads))
         scheduler = Scheduler(
             self.resolved.config.scheduler,
             self.policy,
             blocks,
             max_swaps=self.resolved.config.scheduler.max_num_seqs,
-            cpu_workers=state.memory.live_cpu_workers,
+            cpu_workers=pool.live_workers,
+            cost=cost,
+            modes=state.gpu.modes or RUNNABLE,
         )
         engine = Engine(
-            scheduler, state.gpu, state.tokenizer, self._make_blocks, self.options.max_waiting
+            scheduler,
+            state.gpu,
+            state.tokenizer,
+            self._make_blocks,
+            self.options.max_waiting,
+            pool.note_void,
         )
         self._engine_task = asyncio.create_task(engine.run())
         await race(_warm_up(engine), asyncio.shield(self._engine_task))
         engine.reset_metrics()
         state.engine = engine
         self._is_ready = True
+        assert state.supervisor is not None
+        state.supervisor.server_is_ready()
         self._gpu_changed(state.gpu.is_ready)
         if self.options.address_file is not None:
             write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
@@ -189,6 +234,10 @@ class Server:
             self._health_tasks.add(task)
             task.add_done_callback(self._health_tasks.discard)
 
+    def _gpu_hangs(self) -> None:
+        if self.state is not None and self.state.supervisor is not None:
+            self.state.supervisor.kill_gpu_worker()
+
     async def _drain(self, state: ServerState) -> None:
         await self._health.enter_graceful_shutdown()
         if state.engine is None or self._engine_task is None:
@@ -216,6 +265,17 @@ class Server:
             self.state.memory.close()
             if self.options.address_file is not None:
                 self.options.address_file.unlink(missing_ok=True)
+
+
+def plan_timeout_s(options: Options, worker: WorkerConfig) -> float:
+    """After this long without a result a gpu worker counts as hung.
+
+    Both sub-batches may wait cpu_attn_timeout_s for the cpu workers besides.
+    """
+    own = options.plan_timeout
+    if own is None:
+        own = _PLAN_TIMEOUT_S[worker.device]
+    return own + 2 * worker.cpu_attn_timeout_s
 
 
 async def race(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:

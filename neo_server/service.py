@@ -9,7 +9,14 @@ from typing import Any, NoReturn
 import grpc
 
 from neo_server import __version__
-from neo_server.admission import check_prompt, check_request_id, sampling_of, stop_of
+from neo_server.admission import (
+    check_length,
+    check_prompt,
+    check_request_id,
+    check_text,
+    sampling_of,
+    stop_of,
+)
 from neo_server.engine import Engine
 from neo_server.errors import InvalidRequestError, NeoError, to_status
 from neo_server.plan import Place
@@ -47,7 +54,7 @@ class InferenceService(rpc.InferenceServicer):
         request_id = check_request_id(message.request_id)
         model = self._state.resolved.model
         limit, limit_name = self._limit(engine)
-        ids = await self._prompt(message)
+        ids = await self._prompt(message, limit, limit_name)
         check_prompt(ids, model.vocab_size, limit, limit_name)
         sampling = sampling_of(message.sampling_params)
         stop = stop_of(message.stop_conditions, limit - len(ids), model)
@@ -56,12 +63,14 @@ class InferenceService(rpc.InferenceServicer):
         assert served is not None
         return served
 
-    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, message: pb.GenerateRequest, limit: int, limit_name: str) -> list[int]:
         kind = message.WhichOneof("prompt")
         if kind == "token_ids":
+            check_length(len(message.token_ids.ids), limit, limit_name)
             return list(message.token_ids.ids)
         if kind is None:
             raise InvalidRequestError("prompt is unset; it must be text or token_ids")
+        check_text(message.text, limit, limit_name, self._state.tokenizer.longest_token)
         encode = self._state.tokenizer.encode
         if len(message.text) >= _LONG_TEXT:
             return await asyncio.to_thread(encode, message.text)
@@ -161,6 +170,10 @@ class InferenceService(rpc.InferenceServicer):
             num_swap_ins=metrics.num_swap_ins,
             num_output_tokens=metrics.num_output_tokens,
             num_voided_rows=metrics.num_voided_rows,
+            num_wasted_rows=metrics.num_wasted_rows,
+            max_skipped_iterations=metrics.max_skipped,
+            cost_corrections=scheduler.cost.factors,
+            median_prediction_error=scheduler.cost.median_error,
         )
 
 

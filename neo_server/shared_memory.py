@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from neo_native import Control, ResultConsumer, Sequences, StepProducer, make_geometry, segments
+from neo_native import (
+    Control,
+    ResultConsumer,
+    Sequences,
+    StepProducer,
+    cores,
+    make_geometry,
+    segments,
+)
+from neo_server.cpu_pool import CpuPool
 
 _log = logging.getLogger(__name__)
+
+_POPULATE_THREADS = 8  # that give new segments their memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +41,18 @@ class SharedMemory:
     def __init__(self, fields: dict[str, int], shm_dir: str | None) -> None:
         for instance in segments.reclaim_dead(shm_dir):
             _log.info("reclaimed the segments of instance %s, whose server is dead", instance)
-        threads = min(4, os.cpu_count() or 1)
+        threads = min(_POPULATE_THREADS, len(cores.usable()))
         self._segments = segments.create_all(
             make_geometry(**fields), shm_dir=shm_dir, populate_threads=threads
         )
         geometry = self._segments.geometry
         self._control = Control(self._segments.control)
+        self.cpu_pool = CpuPool(self._control.worker_rows)
         self.sequences = Sequences(self._segments.sequences, geometry)
+        # Until sequences come, slots name all pages in turn: a profile then reads real memory.
+        pages = np.arange(self.sequences.page_table.size, dtype=np.uint32)
+        pages %= max(int(geometry["n_pages"]), 1)
+        self.sequences.page_table[:] = pages.reshape(self.sequences.page_table.shape)
         self.producer = StepProducer(self._segments.steps, geometry)
         self.consumer = ResultConsumer(self._segments.results, geometry)
 
@@ -67,14 +82,11 @@ class SharedMemory:
             for entry in (table[row],)
         ]
 
-    def live_cpu_workers(self) -> int:
-        """Rows of workers that have not gone and are not leaving."""
-        table = self._control.worker_rows()
-        return int(np.count_nonzero((table["state"] != 0) & (table["draining"] == 0)))
-
     def row_of(self, pid: int) -> int | None:
-        """Worker-table row of a process."""
-        return next((entry.row for entry in self.workers() if entry.pid == pid), None)
+        """Worker-table row of a child; the pids of other containers are not ours."""
+        table = self._control.worker_rows()
+        ours = (table["state"] != 0) & (table["spawned"] == 1) & (table["pid"] == pid)
+        return int(ours.argmax()) if ours.any() else None
 
     def request_drain(self, row: int) -> None:
         """Asks the worker of this row to leave."""

@@ -8,11 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
+import neo_native
+import neo_server
 from neo_server.errors import WorkerStartError
 
 _log = logging.getLogger(__name__)
@@ -21,6 +25,7 @@ _BACKOFF_S = 0.1  # doubles with every death in a row
 _BACKOFF_LIMIT_S = 5.0
 _HEALTHY_AFTER_S = 10.0  # a child that lived this long died of something new
 _GPU_STARTS = 5  # deaths in a row before it was ready; the first start of all has no second try
+_CPU_STARTS = 5  # deaths in a row before the server was ready
 _LEAVE_S = 10.0  # a drained worker finishes what it claimed
 _STOP_S = 5.0
 _SWEEP_S = 0.5
@@ -56,7 +61,12 @@ class Child:
 
     async def wait(self) -> int:
         """Its exit status. A pidfd tells without a thread or a SIGCHLD handler."""
-        descriptor = os.pidfd_open(self.pid)
+        if self.process.returncode is not None:
+            return self.process.returncode
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # over, and reaped by whoever looked first
+            return self.process.wait()
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
         loop.add_reader(descriptor, over.set)
@@ -75,15 +85,27 @@ class Child:
 def spawn(command: Sequence[str]) -> Child:
     """Starts a worker by exec. Its own process group keeps the terminal's Ctrl-C from it."""
     # PyTorch's threads sleep between parallel regions: cores are shared with attention workers.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": python_path()}
     return Child(
         subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, env=environment)
     )
 
 
 def worker_command(module: str, control_address: str, *arguments: str) -> list[str]:
-    """Command line of a worker. Packages of workers are not imported, only run."""
-    return [sys.executable, "-m", module, "--server", control_address, *arguments]
+    """Command line of a worker. Packages of workers are not imported, only run.
+
+    ``-P``: a file of the working directory must not take the place of a module.
+    """
+    return [sys.executable, "-P", "-m", module, "--server", control_address, *arguments]
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` of a worker: it finds the packages where the server found them."""
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    roots = [Path(str(module.__file__)).resolve().parents[1] for module in (neo_server, neo_native)]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ours = [str(root) for root in roots if root not in installed]
+    return os.pathsep.join(dict.fromkeys([*ours, *filter(None, given)]))
 
 
 class Supervisor:
@@ -107,6 +129,8 @@ class Supervisor:
         self._target = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._server_was_ready = False
+        self._gpu_hung = False  # so it had been ready
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, cpu_workers: int) -> None:
@@ -115,6 +139,18 @@ class Supervisor:
             self._spawn(self._run_gpu(self._gpu_command))
         self._spawn(self._sweep())
         self.scale(cpu_workers)
+
+    def server_is_ready(self) -> None:
+        """From now on a cpu worker that ends is replaced, however often."""
+        self._server_was_ready = True
+
+    def kill_gpu_worker(self) -> None:
+        """Ends a gpu worker that hangs, and another follows. Not one that others started."""
+        if self._gpu is not None:
+            self._gpu_hung = True
+            self._gpu.signal(signal.SIGKILL)
+        else:
+            _log.error("the gpu worker hangs and is no child of this server: end it by hand")
 
     def scale(self, cpu_workers: int) -> int:
         """Sets how many cpu workers the server runs itself; returns the previous number."""
@@ -163,9 +199,10 @@ class Supervisor:
         while True:
             self._gpu = spawn(command)
             code = await self._gpu.wait()
-            was_ready |= self._gpu_is_ready()
-            deaths = 1 if self._gpu_is_ready() else deaths + 1
-            self._gpu = None
+            is_ready = self._gpu_is_ready() or self._gpu_hung
+            was_ready |= is_ready
+            deaths = 1 if is_ready else deaths + 1
+            self._gpu, self._gpu_hung = None, False
             self._on_gpu_death()
             _log.warning("gpu worker ended with status %d", code)
             if deaths >= _GPU_STARTS or not was_ready:
@@ -186,6 +223,11 @@ class Supervisor:
             self._cpu.remove(child)
             deaths = 1 if time.monotonic() - child.started > _HEALTHY_AFTER_S else deaths + 1
             _log.warning("cpu-attention worker %d ended with status %d", child.pid, code)
+            if deaths >= _CPU_STARTS and not self._server_was_ready:
+                raise WorkerStartError(
+                    f"a cpu-attention worker ended with status {code}, {deaths} times in a row "
+                    "before the server was ready"
+                )
             await asyncio.sleep(_backoff(deaths))
 
     async def _retire(self, child: Child) -> None:

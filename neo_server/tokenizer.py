@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from neo_server.errors import ConfigurationError
 
+# One text at a time gains nothing from a thread pool of the size of the machine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -27,6 +30,7 @@ class Tokenizer:
         self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
+        self.longest_token = max(map(len, rust.get_vocab()), default=1)  # characters
 
     @staticmethod
     def from_pretrained(path: str | Path) -> Tokenizer:
@@ -37,8 +41,13 @@ class Tokenizer:
         return Tokenizer(RustTokenizer.from_file(str(file)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with what the tokenizer's own post-processor adds (a BOS, for instance)."""
-        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids, with what the tokenizer's own post-processor adds (a BOS, for instance).
+
+        Other threads run meanwhile: of the library's functions only those for batches release the
+        GIL.
+        """
+        (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from neo_server.chat_template import ChatTemplate
 from protos import inference_pb2 as pb
@@ -65,9 +66,11 @@ class Answer:
     def panel(self) -> Panel:
         """The request's box in the live display."""
         color = {"running": "white", "CPU-request": "yellow", "GPU-request": "green"}
-        title = f"{self.prompt} [{self.placement()}]"
+        title = Text(f"{self.prompt} ({self.placement()})")
         style = color.get(self.placement(), "magenta")
-        return Panel(self.text.strip() or "…", title=title, title_align="left", border_style=style)
+        return Panel(
+            Text(self.text.strip() or "…"), title=title, title_align="left", border_style=style
+        )
 
 
 @dataclass

@@ -6,7 +6,8 @@ PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 
 "$PYTHON" -c 'import sys; sys.exit(f"Python >= 3.11 is needed, this is {sys.version}" if sys.version_info < (3, 11) else 0)'
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# An environment without pip is left behind where the package python3-venv was missing.
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # Torch first and by itself. TORCH_INDEX_URL may name an index with smaller, CPU-only builds.

@@ -1,14 +1,25 @@
-"""Scheduling policies: pure functions from a ``View`` to a ``Plan``, and the registry of them."""
+"""Scheduling policies: pure functions of a ``View`` and a cost model, and the registry of them."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError
 from neo_server.plan import Place, Plan, View
-from neo_server.policies import gpu_only, mixed, neo, simple_offload
+from neo_server.policies import (
+    fastdecode_plus,
+    gpu_only,
+    mixed,
+    neo,
+    simple_offload,
+    symmetric,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +27,7 @@ class Policy:
     """A named policy and the caches that it may use."""
 
     name: str
-    plan: Callable[[View], Plan]
+    plan: Callable[[View, CostModel], Plan]
     places: frozenset[Place] = frozenset((Place.GPU, Place.CPU))
 
 
@@ -25,16 +36,29 @@ POLICIES = {
     for policy in (
         Policy("gpu-only", gpu_only.plan, frozenset((Place.GPU,))),
         Policy("simple-offload", simple_offload.plan, frozenset((Place.CPU,))),
+        Policy("symmetric", symmetric.plan, frozenset((Place.CPU,))),
+        Policy("fastdecode-plus", fastdecode_plus.plan, frozenset((Place.CPU,))),
         Policy("mixed", mixed.plan),
         Policy("neo", neo.plan),
     )
 }
 
 
+@contextmanager
+def _importing_from_cwd() -> Iterator[None]:
+    """The installed ``neo`` does not import from the working directory otherwise."""
+    before = sys.path.copy()
+    sys.path.append(str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def load_policy(name: str) -> Policy:
     """A built-in policy by name, or the user's own by ``module:attribute``.
 
-    The attribute is a ``Policy`` or a plain function from ``View`` to ``Plan``. Raises
+    The attribute is a ``Policy`` or a plain function of ``View`` and ``CostModel``. Raises
     ``ConfigurationError`` naming what was not found.
     """
     if name in POLICIES:
@@ -46,7 +70,8 @@ def load_policy(name: str) -> Policy:
             f"scheduling_policy is {name!r}; known are {known}, or 'module:attribute'"
         )
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        with _importing_from_cwd():
+            found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"scheduling_policy is {name!r}: {error}") from error
     if isinstance(found, Policy):

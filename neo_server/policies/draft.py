@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from neo_server.plan import Place, Plan, PlanRow, RowKind, SeqView, View
+import numpy as np
+
+from neo_server.cost_model import Load
+from neo_server.plan import Ints, Place, Plan, RowKind, Rows, Seqs, SeqView, View
 
 _KINDS = {
     (Place.GPU, False): RowKind.PREFILL_GPU,
@@ -21,38 +24,35 @@ class Draft:
         self.view = view
         self.free = {Place.GPU: view.gpu_blocks_free, Place.CPU: view.cpu_pages_free}
         self.tokens_left = view.max_num_batched_tokens
-        self.seqs = len(view.running)
+        self.seats_left = view.seats_free
         self.swaps_left = view.max_swaps
+        self.seats = view.seats_free + len(view.running)
+        self.cpu_tokens = int(view.running.at(Place.CPU).num_tokens.sum())
         self.swap_out: list[int] = []
         self.swap_in: list[int] = []
         self.preempted: list[int] = []
-        self._batches: tuple[list[PlanRow], list[PlanRow]] = ([], [])
+        self._batches: tuple[list[Rows], list[Rows]] = ([], [])
 
-    def grow(
-        self, seqs: Sequence[SeqView], place: Place, evict: Callable[[SeqView], None]
-    ) -> list[SeqView]:
+    def grow(self, seqs: Seqs, place: Place, evict: Callable[[SeqView], None]) -> Seqs:
         """Takes the room that ``seqs`` (of one place, by arrival) need for their next row.
 
         While it is short the latest arrivals are given to ``evict``, so the earliest always
         goes on. Returns those that stay.
         """
-        alive = list(seqs)
-        kept: list[SeqView] = []
-        while len(kept) < len(alive):
-            seq = alive[len(kept)]
-            growth = self.view.need(seq, place) - seq.held
-            if growth <= self.free[place]:
-                self.free[place] -= growth
-                kept.append(seq)
-            else:
-                evict(alive.pop())
-        return kept
+        growth = np.maximum(self.view.need(seqs, place) - seqs.held, 0)
+        total, kept = int(growth.sum()), len(seqs)
+        while total > self.free[place]:
+            kept -= 1
+            total -= int(growth[kept])
+            evict(seqs[kept])
+        self.free[place] -= total
+        return seqs.take(slice(kept))
 
     def preempt(self, seq: SeqView) -> None:
         """Drops the sequence's cache; it is prefilled again later."""
         self.preempted.append(seq.id)
         self.free[seq.place] += seq.held
-        self.seqs -= 1
+        self.seats_left += 1
 
     def try_swap(self, seq: SeqView, to: Place, reserve: int = 0) -> bool:
         """Moves the sequence if ``to`` has room for it and ``reserve`` more."""
@@ -68,44 +68,84 @@ class Draft:
             self.swap_in.append(seq.id)
         return True
 
-    def decode(self, seqs: Sequence[SeqView], place: Place, batch: int = 0) -> None:
-        """One token of each; the budget is never below max_num_seqs tokens."""
-        kind = _KINDS[place, True]
-        self._batches[batch].extend(PlanRow(seq.id, kind, 1) for seq in seqs)
-        self.tokens_left -= len(seqs)
+    def decode(self, seqs: Seqs, place: Place, batch: int = 0) -> None:
+        """One token of each."""
+        if len(seqs):
+            count = len(seqs)
+            kind = np.full(count, int(_KINDS[place, True]), np.int64)
+            self._batches[batch].append(Rows(seqs.id, kind, np.ones(count, np.int64)))
+            self.tokens_left -= count
 
-    def prefill(self, seq: SeqView, place: Place, batch: int = 0) -> bool:
-        """The next chunk of a sequence whose room is taken already; False: no budget for it."""
-        n_new = self.chunk(seq)
-        if n_new == 0:
-            return False
-        self._batches[batch].append(PlanRow(seq.id, _KINDS[place, False], n_new))
-        self.tokens_left -= n_new
-        return True
+    def prefill(self, seq: SeqView, place: Place, limit: int | None = None) -> int:
+        """Puts the next chunk of a sequence whose room is taken into batch-0; its tokens."""
+        n_new = self.chunk(seq, limit)
+        if n_new:
+            row = one_row(seq.id, _KINDS[place, False], n_new)
+            self._batches[0].append(row)
+            self.tokens_left -= n_new
+        return n_new
 
-    def chunk(self, seq: SeqView) -> int:
-        """Tokens of the next chunk under what is left of the budget; 0 if none."""
+    def chunk(self, seq: SeqView, limit: int | None = None) -> int:
+        """Tokens of the next chunk under what is left of the budget (and ``limit``); 0 if none."""
+        left = self.tokens_left if limit is None else min(self.tokens_left, limit)
         if self.view.enable_chunked_prefill:
-            return min(seq.remaining, self.tokens_left)
+            return max(min(seq.remaining, left), 0)
         return seq.remaining if seq.remaining <= self.tokens_left else 0
 
-    def admit(self, seq: SeqView, place: Place, reserve: int) -> bool:
-        """Starts the prefill of a waiting sequence if there is room, budget and a seat for it."""
+    def can_admit(self, seq: SeqView, place: Place, reserve: int) -> bool:
+        """There is room and a seat for a waiting sequence."""
         need = self.view.need(seq, place)
-        if self.seqs == self.view.max_num_seqs or need + reserve > self.free[place]:
-            return False
-        if not self.prefill(seq, place):
-            return False
-        self.free[place] -= need
-        self.seqs += 1
-        return True
+        return self.seats_left > 0 and need + reserve <= self.free[place]
+
+    def admit(self, seq: SeqView, place: Place, reserve: int, limit: int | None = None) -> int:
+        """Starts the prefill of a waiting sequence if there is room, budget and a seat for it."""
+        if not self.can_admit(seq, place, reserve):
+            return 0
+        n_new = self.prefill(seq, place, limit)
+        if n_new:
+            self.free[place] -= self.view.need(seq, place)
+            self.seats_left -= 1
+        return n_new
 
     @property
     def has_gpu_work(self) -> bool:
         """Batch-0 is not empty."""
         return bool(self._batches[0])
 
-    def build(self) -> Plan:
+    def build(self, riders: Ints | None = None, estimate_s: float | None = None) -> Plan:
         """The plan."""
-        batches = tuple(tuple(batch) for batch in self._batches if batch)
-        return Plan(batches, tuple(self.swap_out), tuple(self.swap_in), tuple(self.preempted))
+        batches = [_joined(batch) for batch in self._batches if batch]
+        return Plan(
+            tuple(batches),
+            tuple(self.swap_out),
+            tuple(self.swap_in),
+            tuple(self.preempted),
+            np.empty(0, np.int64) if riders is None else riders,
+            estimate_s,
+        )
+
+
+def one_row(seq: int, kind: RowKind, n_new: int) -> Rows:
+    """One row."""
+    return Rows(*(np.array([value], np.int64) for value in (seq, kind, n_new)))
+
+
+def _joined(batch: list[Rows]) -> Rows:
+    if len(batch) == 1:
+        return batch[0]
+    return Rows(
+        np.concatenate([rows.seq for rows in batch]),
+        np.concatenate([rows.kind for rows in batch]),
+        np.concatenate([rows.n_new for rows in batch]),
+    )
+
+
+def decode_load(seqs: Seqs, place: Place) -> Load:
+    """What decodes of ``seqs`` add to a sub-batch."""
+    count, tokens = len(seqs), int(seqs.num_tokens.sum())
+    load = Load(tokens=count, sampled=count)
+    if place is Place.GPU:
+        load.gpu_rows, load.gpu_tokens = count, tokens
+    else:
+        load.cpu_rows, load.cpu_tokens = count, tokens
+    return load

@@ -5,23 +5,21 @@ No policy of the paper, but the one that runs every kind of row, for tests and f
 
 from __future__ import annotations
 
+from neo_server.cost_model import CostModel
 from neo_server.plan import Place, Plan, View
 from neo_server.policies.draft import Draft
 
 
-def plan(view: View) -> Plan:
+def plan(view: View, cost: CostModel) -> Plan:
     """Even ids on the GPU (batch-0), odd ones on the CPU (decodes in batch-1)."""
     draft = Draft(view)
-    gpu = [seq for seq in view.running if seq.place is Place.GPU]
-    cpu = [seq for seq in view.running if seq.place is Place.CPU]
-    gpu = draft.grow(gpu, Place.GPU, draft.preempt)
-    cpu = draft.grow(cpu, Place.CPU, draft.preempt)
-    cpu_decodes = [seq for seq in cpu if seq.is_decode]
-    draft.decode([seq for seq in gpu if seq.is_decode], Place.GPU)
+    gpu = draft.grow(view.running.at(Place.GPU), Place.GPU, draft.preempt)
+    cpu = draft.grow(view.running.at(Place.CPU), Place.CPU, draft.preempt)
+    gpu_decodes, cpu_decodes = gpu.take(gpu.is_decode), cpu.take(cpu.is_decode)
+    draft.decode(gpu_decodes, Place.GPU)
     draft.tokens_left -= len(cpu_decodes)
-    for seq in sorted(gpu + cpu):
-        if not seq.is_decode:
-            draft.prefill(seq, seq.place)
+    for seq in gpu.take(~gpu.is_decode).plus(cpu.take(~cpu.is_decode)):
+        draft.prefill(seq, seq.place)
     if not draft.preempted:
         for seq in view.waiting:
             first, second = (Place.CPU, Place.GPU) if seq.id % 2 else (Place.GPU, Place.CPU)

@@ -1,84 +1,210 @@
-"""NEO's placement in its plain form (arXiv 2411.01142, section 3.2, steps 1 to 4).
+"""NEO's load-aware schedule: the six steps of arXiv 2411.01142, section 3.2.
 
-Requests go to the CPU when the GPU-cache is full and come back when there is ample room; CPU
-decodes overlap with the GPU's work as a second sub-batch. No cost model takes part.
+(1) Two empty batches. (2) GPU decodes into batch-0; sequences leave the GPU-cache while it would
+overflow and come back while there is ample room. (3) Prefills into batch-0; their KV stays on the
+GPU if it fits, else goes to the CPU. (4) CPU decodes into either batch while they are hidden.
+(5) CPU-bound prefills are held back beyond the number of CPU-requests that pays. (6) The best of
+the GPU-only plan, the two-batch plan and the further candidates of ``candidates`` is taken.
 """
 
 from __future__ import annotations
 
-from neo_server.plan import Place, Plan, SeqView, View
-from neo_server.policies.draft import Draft
+import numpy as np
+
+from neo_server.cost_model import CostModel, Load, iteration_time, knee
+from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
+from neo_server.policies.candidates import Choice, Worth, choose, population
+from neo_server.policies.draft import Draft, decode_load
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
+_CONSIDERED = 4  # iterations between looks at further CPU-requests, which cost planning time
+_SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 
 
-def plan(view: View) -> Plan:
-    """GPU decodes and prefills in batch-0, CPU decodes in batch-1 (in batch-0 if it is empty)."""
+def plan(view: View, cost: CostModel) -> Plan:
+    """GPU decodes and prefills in batch-0; CPU decodes where they pay most."""
     draft = Draft(view)
-    on_gpu = [seq for seq in view.running if seq.place is Place.GPU]
-    on_cpu = [seq for seq in view.running if seq.place is Place.CPU]
-    gpu, swapped_out = _keep_or_swap_out(draft, on_gpu, on_cpu)
-    if not (swapped_out or draft.preempted):
-        returned = _swap_in(draft, on_cpu, gpu)
-        on_cpu = [seq for seq in on_cpu if seq not in returned]
-        gpu = gpu + returned
-    idle_cpu = view.cpu_workers == 0 and bool(gpu)  # wait for a worker while others advance
-    cpu = [] if idle_cpu else draft.grow(on_cpu, Place.CPU, draft.preempt) + swapped_out
-    gpu_decodes = [seq for seq in gpu if seq.is_decode]
-    cpu_decodes = [seq for seq in cpu if seq.is_decode]
+    gpu, cpu = _place(draft, cost)
+    gpu_decodes = gpu.take(gpu.is_decode)
+    cpu_decodes = cpu.take(cpu.is_decode)
     draft.decode(gpu_decodes, Place.GPU)
+    decode_only = decode_load(gpu_decodes, Place.GPU)
+    worth = Worth.of(cost, decode_only)
     draft.tokens_left -= len(cpu_decodes)
-    _prefill(draft, gpu, cpu, len(gpu_decodes), len(cpu_decodes))
+    base = _prefill(draft, cost, worth, gpu, cpu, decode_only)
     draft.tokens_left += len(cpu_decodes)
-    draft.decode(cpu_decodes, Place.CPU, batch=1 if draft.has_gpu_work else 0)
-    return draft.build()
+    if not len(cpu_decodes):
+        return draft.build(estimate_s=iteration_time(cost, [base]) if base.tokens else None)
+    return _with_cpu(draft, cost, worth, base, cpu_decodes)
 
 
-def _keep_or_swap_out(
-    draft: Draft, on_gpu: list[SeqView], on_cpu: list[SeqView]
-) -> tuple[list[SeqView], list[SeqView]]:
-    """Step 2: while the GPU-cache would overflow, its latest arrivals go to the CPU."""
-    growth = sum(draft.view.need(seq, Place.CPU) - seq.held for seq in on_cpu)
-    swapped_out: list[SeqView] = []
+def _place(draft: Draft, cost: CostModel) -> tuple[Seqs, Seqs]:
+    """Step 2: who is on the GPU and who on the CPU in this iteration."""
+    view = draft.view
+    on_gpu, on_cpu = view.running.at(Place.GPU), view.running.at(Place.CPU)
+    growth = int(np.maximum(view.need(on_cpu, Place.CPU) - on_cpu.held, 0).sum())
+    leaving: list[SeqView] = []
 
     def evict(seq: SeqView) -> None:
-        if draft.view.cpu_workers > 0 and draft.try_swap(seq, Place.CPU, reserve=growth):
-            swapped_out.append(seq)
+        parks = view.cpu_workers > 0 and _may_park(cost, seq)
+        if parks and draft.try_swap(seq, Place.CPU, reserve=growth):
+            leaving.append(seq)
         else:
             draft.preempt(seq)
 
-    return draft.grow(on_gpu, Place.GPU, evict), swapped_out
+    gpu = draft.grow(on_gpu, Place.GPU, evict)
+    if not (leaving or draft.preempted):
+        returned = _swap_in(draft, on_cpu, gpu)
+        if returned:
+            back = np.isin(on_cpu.id, returned)
+            gpu, on_cpu = gpu.plus(on_cpu.take(back)), on_cpu.take(~back)
+    if view.cpu_workers == 0 and (len(gpu) or leaving):
+        return gpu, on_cpu.take(slice(0))  # they wait for a worker while others advance
+    cpu = draft.grow(on_cpu, Place.CPU, draft.preempt)
+    return gpu, cpu.plus(Seqs.of(leaving)) if leaving else cpu
 
 
-def _swap_in(draft: Draft, on_cpu: list[SeqView], gpu: list[SeqView]) -> list[SeqView]:
-    """Step 2: while there is ample room, the earliest CPU-requests come back."""
-    ample = int(_AMPLE * draft.view.gpu_blocks_total) + 1
-    returned: list[SeqView] = []
+def _may_park(cost: CostModel, seq: SeqView) -> bool:
+    """One decode on the CPU, as the bound on skips asks for, costs less than a recompute."""
+    one = Load(tokens=1, sampled=1)
+    decode = iteration_time(cost, [one.with_cpu(1, seq.num_tokens)]) - iteration_time(cost, [one])
+    redo = Load().with_prefill(seq.num_computed, 0, moved=False, last=True)
+    return decode < iteration_time(cost, [redo])
+
+
+def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
+    """While there is ample room the earliest come back: if nobody else wants it, or they starve."""
+    view = draft.view
+    starving = _starving(view, on_cpu)
+    if not len(on_cpu) or (view.waiting and not starving):
+        return []
+    ample = int(_AMPLE * view.gpu_blocks_total) + 1
+    returned: list[int] = []
     for seq in on_cpu:
         occupants = len(gpu) + len(returned)
-        if not draft.try_swap(seq, Place.GPU, reserve=ample + occupants if occupants else 0):
+        reserve = -(-occupants // view.block_size) if starving else ample + occupants
+        if not draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
             break
-        returned.append(seq)
+        returned.append(seq.id)
     return returned
 
 
-def _prefill(
-    draft: Draft, gpu: list[SeqView], cpu: list[SeqView], gpu_decodes: int, cpu_decodes: int
-) -> None:
-    """Step 3: prefills join batch-0; their KV stays on the GPU if it fits, else goes to the CPU."""
-    view = draft.view
-    started = [(seq, Place.GPU) for seq in gpu] + [(seq, Place.CPU) for seq in cpu]
-    for seq, place in sorted(started):
-        if not seq.is_decode:
-            draft.prefill(seq, place)
-    if draft.preempted or draft.swap_out:
-        return
+def _starving(view: View, on_cpu: Seqs) -> bool:
+    """CPU-requests are left out so often that they belong on the GPU, before any new arrival."""
+    if not len(on_cpu):
+        return False
+    return view.cpu_workers == 0 or int(on_cpu.skipped.max()) >= view.max_skipped // 2
+
+
+def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, base: Load) -> Load:
+    """Steps 3 and 5. Returns batch-0 without CPU decodes."""
+    limit = _chunk_limit(draft, cost, base)
+    started = gpu.take(~gpu.is_decode).plus(cpu.take(~cpu.is_decode))
+    on_cpu = set(cpu.id.tolist())
+    for seq in started:
+        place = Place.CPU if seq.id in on_cpu else Place.GPU
+        n_new = draft.prefill(seq, place, limit - int(base.tokens))
+        base = _added(base, seq, n_new, place)
+    if draft.preempted or draft.swap_out or _starving(draft.view, cpu):
+        return base
+    view, gpu_decodes, cpu_places = draft.view, int(base.gpu_rows), -1
+    busy = bool(len(gpu) or len(cpu))
     for seq in view.waiting:
-        gpu_reserve = -(-gpu_decodes // view.block_size) if draft.seqs else 0
-        if draft.admit(seq, Place.GPU, gpu_reserve):
-            continue
-        never_on_gpu = view.need(seq, Place.GPU) > view.gpu_blocks_total
-        cpu_reserve = -(-cpu_decodes // view.page_size) if draft.seqs else 0
-        if not (view.cpu_workers or never_on_gpu) or not draft.admit(seq, Place.CPU, cpu_reserve):
+        reserve = -(-gpu_decodes // view.block_size) if busy else 0
+        place = Place.GPU
+        if not draft.can_admit(seq, Place.GPU, reserve):
+            place = Place.CPU
+            if view.plan_id % _CONSIDERED and (len(gpu) or busy):
+                break
+            if cpu_places < 0:
+                cpu_places = _cpu_places(draft, cost, worth, gpu, cpu, seq)
+            never = view.need(seq, Place.GPU) > view.gpu_blocks_total
+            if cpu_places == 0 and not (never and not busy):
+                break
+            reserve = -(-len(cpu) // view.page_size) if busy else 0
+            cpu_places = max(cpu_places - 1, 0)
+        n_new = draft.admit(seq, place, reserve, limit - int(base.tokens))
+        if not n_new:
             break
+        base, busy = _added(base, seq, n_new, place), True
+    return base
+
+
+def _added(base: Load, seq: SeqView, n_new: int, place: Place) -> Load:
+    if not n_new:
+        return base
+    last = n_new == seq.remaining
+    return base.with_prefill(n_new, seq.num_computed, moved=place is Place.CPU, last=last)
+
+
+def _chunk_limit(draft: Draft, cost: CostModel, base: Load) -> int:
+    """Tokens of batch-0: where reading weights and arithmetic cost the same, or the target allows.
+
+    Below the knee prefill tokens ride almost free on the decodes' pass over the weights. Where
+    prompts are long against outputs, more are needed to keep the caches full of decodes: as many
+    per iteration as sequences end in one, by the lengths seen lately.
+    """
+    view = draft.view
+    most = view.max_num_batched_tokens
+    if not view.enable_chunked_prefill:
+        return most
+    least = int(base.tokens) + 1  # some prefill always advances
+    limit = max(min(knee(cost, most), most), least)
+    if view.mean_output:
+        holds = view.gpu_blocks_total * view.block_size + int(draft.cpu_tokens)
+        rows = holds / (view.mean_prompt + view.mean_output / 2)
+        demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
+        limit = max(limit, min(int(base.tokens + _SPARE * demand), most))
+    if view.tpot_slo_s is None:
+        return limit
+    low, high = least, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        grown = base.with_prefill(middle - int(base.tokens), 0, moved=False, last=False)
+        if iteration_time(cost, [grown]) <= view.tpot_slo_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cpu_places(
+    draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, head: SeqView
+) -> int:
+    """Step 5: how many CPU-requests more pay in the iterations to come."""
+    view = draft.view
+    if view.cpu_workers == 0:
+        return 0
+    if not len(gpu):
+        return view.seats_free  # the GPU-cache holds nothing: any progress is welcome
+    tokens = int(cpu.num_tokens.sum()) + head.num_tokens
+    mean = tokens / (len(cpu) + 1) + view.mean_output / 2  # they grow while they stay
+    wanted = population(view, cost, worth, len(cpu), mean)
+    return max(wanted - len(cpu), 0)
+
+
+def _with_cpu(draft: Draft, cost: CostModel, worth: Worth, base: Load, decodes: Seqs) -> Plan:
+    """Steps 4 and 6."""
+    view = draft.view
+    order = np.lexsort((decodes.id, -decodes.skipped, decodes.ride == 0))
+    queue = decodes.take(order)
+    room = max(draft.tokens_left, 0)
+    queue = queue.take(slice(room))
+    due = queue.skipped >= view.max_skipped - 1
+    forced = int(np.flatnonzero(due)[-1]) + 1 if due.any() else 0
+    choice = choose(view, cost, worth, base, queue, forced)
+    return _built(draft, choice, queue)
+
+
+def _built(draft: Draft, choice: Choice, queue: Seqs) -> Plan:
+    second = queue.take(slice(choice.second))
+    first = queue.take(slice(choice.second, choice.second + choice.first))
+    draft.decode(_by_arrival(first), Place.CPU)
+    draft.decode(_by_arrival(second), Place.CPU, batch=1 if draft.has_gpu_work else 0)
+    riders: Ints = np.sort(queue.id[: choice.riders])
+    return draft.build(riders, choice.seconds)
+
+
+def _by_arrival(seqs: Seqs) -> Seqs:
+    return seqs.take(np.argsort(seqs.id))

@@ -87,10 +87,11 @@ class Rig:
         workers: int = 0,
         timeout_s: float = 30.0,
         dtype: DType = DType.FLOAT32,
+        **geometry_fields: int,
     ) -> None:
         """``cpu_side``: a fake; otherwise the extension's, with attention threads in-process."""
         config = ModelConfig.from_pretrained(folder)
-        geometry = make_geometry(config, dtype)
+        geometry = make_geometry(config, dtype, **geometry_fields)
         segment = make_segment(native.SegmentKind.SEQUENCES, geometry)
         self.sequences = native.Sequences(segment, geometry)
         num_blocks = MAX_SLOTS * MAX_LEN // BLOCK_SIZE

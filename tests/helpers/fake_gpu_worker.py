@@ -55,6 +55,7 @@ class FakeModel:
         self.max_tokens = max_tokens
         self.voids = voids
         self.last_plan = 0
+        self.sampled: dict[int, int] = {}  # by slot, what the last plan sampled
 
     def answer(
         self, header: Array, rows: Array, swaps: Array, tokens: Array
@@ -67,9 +68,25 @@ class FakeModel:
         self._check(header, rows, swaps)
         for swap in sorted(swaps.tolist(), key=lambda swap: swap[1]):  # out before in
             self._swap(*swap[:3])
+        void = [not self._fill(row, tokens) for row in rows]
         for row in rows:
             self._store(row, tokens)
-        return [self._result(row) for row in rows]
+        results = [
+            (VOIDED, -1) if lost else self._result(row)
+            for row, lost in zip(rows, void, strict=True)
+        ]
+        answered = zip(rows["slot"].tolist(), results, strict=True)
+        self.sampled = {slot: token for slot, (status, token) in answered if status == SAMPLED}
+        return results
+
+    def _fill(self, row: Array, tokens: Array) -> bool:
+        """Puts in what this slot sampled in the plan before; false: that was void."""
+        at = int(row["token_at"])
+        if int(tokens[at]) >= 0:
+            return True
+        assert int(row["n_new"]) == 1
+        tokens[at] = self.sampled.get(int(row["slot"]), 0)
+        return int(row["slot"]) in self.sampled
 
     def _check(self, header: Array, rows: Array, swaps: Array) -> None:
         slots = rows["slot"].tolist()

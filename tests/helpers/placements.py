@@ -20,6 +20,8 @@ PLACEMENTS = [
     pytest.param("gpu-only", ROOMY, id="every request a GPU-request"),
     pytest.param("simple-offload", ROOMY, id="every decode on the cpu workers"),
     pytest.param("mixed", ROOMY, id="a mix"),
+    pytest.param("symmetric", ROOMY, id="two halves, every decode on the cpu workers"),
+    pytest.param("fastdecode-plus", ROOMY, id="two batches, every decode on the cpu workers"),
     pytest.param("neo", TIGHT, id="neo with a small GPU-cache"),
     pytest.param("gpu-only", TIGHT, id="recompute preemption"),
     pytest.param(CHURN, ROOMY, id="forced swap-outs, swap-ins and preemptions"),
@@ -58,12 +60,13 @@ def _check_placement(policy: str, arguments: tuple[str, ...], server: RunningSer
         assert loads.num_gpu_decodes > 0
         assert loads.num_cpu_decodes == 0
         assert (loads.num_preemptions > 0) == (arguments == TIGHT)
-    elif policy == "simple-offload":
+    elif policy in ("simple-offload", "symmetric", "fastdecode-plus"):
         assert loads.num_gpu_decodes == 0
         assert loads.num_cpu_decodes > 0
     else:
         assert loads.num_gpu_decodes > 0
-        assert loads.num_cpu_decodes > 0
+        # neo offloads only where its cost model says that it pays, which depends on the machine.
+        assert loads.num_cpu_decodes > 0 or policy == "neo"
     if policy == CHURN:
         assert min(loads.num_swap_outs, loads.num_swap_ins, loads.num_preemptions) > 0
     if policy == "neo":

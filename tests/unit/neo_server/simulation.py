@@ -19,11 +19,14 @@ from neo_native import (
     swap_dtype,
 )
 from neo_server.block_manager import BlockManager
+from neo_server.correction import CorrectedCost
+from neo_server.cost_model import CostModel, FreeCost
 from neo_server.errors import GpuWorkerDiedError
 from neo_server.gpu_client import read_result, write_step
 from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
-from neo_server.scheduler import Scheduler, Step, StepResult
+from neo_server.scheduler import Scheduler
+from neo_server.step import Step, StepResult
 from protos.config import SchedulerConfig
 from tests.helpers.fake_gpu_worker import FakeModel
 
@@ -84,6 +87,7 @@ class Simulation:
     void_rate: float = 0.0
     death_rate: float = 0.0
     cpu_workers: int = 2
+    cost: CostModel = field(default_factory=FreeCost)
     in_flight: Any = None  # called while a plan is in flight
     rng: random.Random = field(init=False)
 
@@ -96,6 +100,7 @@ class Simulation:
             self.make_blocks(self.sizes.gpu_blocks),
             max_swaps=self.sizes.max_num_seqs,
             cpu_workers=lambda: self.cpu_workers,
+            cost=CorrectedCost(self.cost),
         )
         self.model = self._model()
 

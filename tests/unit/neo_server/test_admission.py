@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from neo_server import errors
-from neo_server.admission import check_prompt, check_request_id, sampling_of, stop_of
+from neo_server.admission import check_prompt, check_request_id, check_text, sampling_of, stop_of
 from protos import inference_pb2 as pb
 from protos.model_config import parse_model_config
 from tests.unit.neo_server.conftest import CONFIG
@@ -65,6 +65,8 @@ def test_bad_sampling_is_refused_by_field_value_and_limit(
         ({"max_tokens": 3, "min_tokens": 4}, ["min_tokens", "4", "3"]),
         ({"stop": ["a", ""]}, ["stop", "empty"]),
         ({"stop": ["a"] * 65}, ["stop", "65", "64"]),
+        ({"stop": ["a", "b" * 1025]}, ["length of a stop string", "1025", "1024"]),
+        ({"stop_token_ids": [1] * 1025}, ["number of stop_token_ids", "1025", "1024"]),
         ({"stop_token_ids": [400]}, ["stop_token_ids", "400"]),
     ],
 )
@@ -88,6 +90,13 @@ def test_a_prompt_that_cannot_be_served_is_refused(ids: list[int], words: list[s
     with pytest.raises(errors.InvalidRequestError) as caught:
         check_prompt(ids, 400, 20, "max_model_len")
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_text_too_long_for_any_tokens_is_refused_by_its_length() -> None:
+    check_text("x" * 100, 20, "max_model_len", longest_token=5)
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        check_text("x" * 101, 20, "max_model_len", longest_token=5)
+    assert all(word in str(caught.value) for word in ("text", "101", "max_model_len", "100"))
 
 
 def test_the_longest_prompt_passes_and_request_ids_are_made_or_kept() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from neo_server.cli import app
 from neo_server.client import Sampling, chat_tokens
 from neo_server.errors import ConfigurationError
+from neo_server.options import Options
 from neo_server.tokenizer import Tokenizer
 
 RUNNER = CliRunner()
@@ -32,6 +34,14 @@ def test_every_flag_of_serve_has_vllms_spelling() -> None:
         *("scheduling_policy", "served_model_name", "seed"),
     ):
         assert flag in names
+
+
+@pytest.mark.parametrize("command", ["scale", "cpu-attn-worker", "gpu-worker"])
+def test_commands_for_workers_find_the_control_port_that_serve_takes(command: str) -> None:
+    (found,) = (c for c in app.registered_commands if command in (c.name, c.callback.__name__))
+    server = inspect.signature(found.callback).parameters["server"]
+    assert server.default == f"127.0.0.1:{Options(model='').control_port}"
+    assert Options(model="").control_port == 50052
 
 
 def test_unset_sampling_flags_leave_the_servers_defaults() -> None:

@@ -5,17 +5,22 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from neo_server.engine import Engine
 from neo_server.errors import (
     DuplicateRequestError,
+    GpuWorkerDiedError,
     NeoError,
     OverloadedError,
+    PlanCrashError,
     PlanError,
     ShuttingDownError,
+    to_status,
 )
 from neo_server.request import FinishReason, Output, OutputStream, SamplingParams, StopConditions
+from neo_server.step import Step, StepResult
 from tests.helpers.fake_gpu_worker import generate
 from tests.unit.neo_server.simulation import Simulation, Sizes
 from tests.unit.neo_server.test_tokenizer import TOKENIZERS
@@ -141,6 +146,68 @@ async def test_a_stop_string_across_tokens_ends_the_text_before_it() -> None:
             submit(engine, seed, [1], max_tokens=16, stop=(stop,), include_stop_str_in_output=True)
         )
         assert with_it.text == output.text + stop
+
+
+class Deadly(Simulation):
+    """Its worker dies of every plan that names a sequence of this seed."""
+
+    deadly_seed = 13
+
+    async def execute(self, step: Step) -> StepResult:
+        if any(seq.sampling.seed == self.deadly_seed for seq in step.seqs):
+            await asyncio.sleep(0)
+            last = self.model.last_plan
+            self.model = self._model()
+            self.model.last_plan = max(last, step.plan_id)
+            raise GpuWorkerDiedError("killed by a plan")
+        return await super().execute(step)
+
+
+async def test_a_request_that_kills_every_worker_ends_with_internal_and_others_go_on() -> None:
+    simulation = Deadly(Sizes())
+    async with engine_on(simulation) as engine:
+        deadly = submit(engine, 13, [1])
+        with pytest.raises(PlanCrashError, match="3 times in a row") as caught:
+            await read(deadly)
+        assert to_status(caught.value)[0] is grpc.StatusCode.INTERNAL
+        assert list((await read(submit(engine, 2, [5]))).token_ids) == generate(2, [5], 8)
+        with pytest.raises(PlanCrashError, match="3 times in a row"):  # a result came in between
+            await read(submit(engine, 13, [1]))
+    assert simulation.scheduler.metrics.num_gpu_worker_restarts == 6
+    assert simulation.is_empty()
+
+
+async def test_workers_that_die_of_every_plan_end_the_server() -> None:
+    simulation = Simulation(Sizes(), death_rate=1.0)
+    engine = Engine(simulation.scheduler, simulation, TOKENIZER, simulation.make_blocks, 100)
+    streams = [submit(engine, i, [i, 1, 2]) for i in range(20)]
+    with pytest.raises(PlanCrashError, match="6 times in a row"):
+        await asyncio.wait_for(engine.run(), 60.0)
+    for stream in streams:
+        with pytest.raises(PlanCrashError):
+            await stream.next()
+
+
+@pytest.mark.parametrize("void_rate", [0.0, 0.2])
+async def test_plans_whose_rows_were_voided_are_told(void_rate: float) -> None:
+    simulation = Simulation(Sizes(policy="simple-offload"), void_rate=void_rate)
+    voids = []
+    engine = Engine(
+        *(simulation.scheduler, simulation, TOKENIZER, simulation.make_blocks, 100),
+        lambda: voids.append(True),
+    )
+    task = asyncio.create_task(engine.run())
+    await asyncio.gather(*(read(submit(engine, i, [i])) for i in range(4)))
+    task.cancel()
+    assert bool(voids) == (simulation.scheduler.metrics.num_voided_rows > 0) == (void_rate > 0)
+
+
+async def test_with_no_room_to_wait_a_request_that_finds_nobody_waiting_is_served() -> None:
+    async with engine_on(Simulation(Sizes()), max_waiting=0) as engine:
+        first = submit(engine, 1, [1])
+        with pytest.raises(OverloadedError):
+            submit(engine, 2, [1])
+        assert list((await read(first)).token_ids) == generate(1, [1], 8)
 
 
 async def test_a_slow_reader_gets_few_large_outputs() -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError, PlanError
-from neo_server.plan import Place, Plan, PlanRow, RowKind, SeqView, View, check_plan
+from neo_server.plan import Place, Plan, PlanRow, RowKind, Rows, Seqs, SeqView, View
+from neo_server.plan_check import check_plan
 from neo_server.policies import POLICIES, load_policy
 from neo_server.request import State
+from neo_server.step import Step
 from tests.helpers.fake_gpu_worker import generate
 from tests.unit.neo_server.simulation import Simulation, Sizes
 
@@ -29,13 +33,16 @@ sizes_of = st.builds(
 )
 
 
-def serve(simulation: Simulation, rng: random.Random, n_requests: int) -> dict[int, list[int]]:
+def serve(  # noqa: C901
+    simulation: Simulation, rng: random.Random, n_requests: int, depth: int = 2
+) -> dict[int, list[int]]:
     """Random traffic with random aborts to its end; the outputs of those not aborted."""
     scheduler = simulation.scheduler
     limit = scheduler.max_tokens_per_sequence
     wanted: dict[int, tuple[list[int], int]] = {}
     outputs: dict[int, list[int]] = {}
     alive = {}
+    in_flight: deque[Step] = deque()
     iterations = 0
     while len(wanted) < n_requests or scheduler.has_work:
         while len(wanted) < n_requests and (rng.random() < 0.4 or not scheduler.has_work):
@@ -43,34 +50,48 @@ def serve(simulation: Simulation, rng: random.Random, n_requests: int) -> dict[i
             prompt = [rng.randrange(251) for _ in range(length)]
             seq = simulation.sequence(len(wanted), prompt)
             wanted[seq.id] = (prompt, rng.randint(1, limit - length))
+            if rng.random() < 0.7:  # others are found finished only when their last token is there
+                seq.max_len = length + wanted[seq.id][1]
             alive[seq.id] = seq
             scheduler.add(seq)
-        step = scheduler.schedule()
+        while len(in_flight) < depth and scheduler.has_work:
+            step = scheduler.schedule()
+            if step is None:
+                break
+            in_flight.append(step)
+        assert in_flight, "work exists, but nothing is planned"
         if alive and rng.random() < 0.05:  # in the middle of a plan
             aborted = alive.pop(rng.choice(sorted(alive)))
             scheduler.finish(aborted)
-        result = simulation.compute(step)
-        for seq, token in scheduler.update(step, result):
+        step = in_flight.popleft()
+        for seq, token in scheduler.update(step, simulation.compute(step)):
             outputs.setdefault(seq.id, []).append(token)
             if len(outputs[seq.id]) == wanted[seq.id][1]:
                 scheduler.finish(alive.pop(seq.id))
         iterations += 1
         assert iterations < 20_000, "no end"
+    for step in in_flight:  # wasted rows
+        scheduler.update(step, simulation.compute(step))
     for seq_id, output in outputs.items():
         prompt, count = wanted[seq_id]
         assert output == generate(seq_id, prompt, count)[: len(output)]
     return outputs
 
 
-@given(sizes=sizes_of, seed=st.integers(0, 2**32), void_rate=st.sampled_from([0.0, 0.2]))
+@given(
+    sizes=sizes_of,
+    seed=st.integers(0, 2**32),
+    void_rate=st.sampled_from([0.0, 0.2]),
+    depth=st.sampled_from([1, 2]),
+)
 @settings(max_examples=150, deadline=None)
 def test_random_traffic_on_tiny_pools_ends_with_the_right_tokens_and_empty_caches(
-    sizes: Sizes, seed: int, void_rate: float
+    sizes: Sizes, seed: int, void_rate: float, depth: int
 ) -> None:
     simulation = Simulation(sizes, seed, void_rate)
     if simulation.scheduler.max_tokens_per_sequence < 2:
         return
-    serve(simulation, random.Random(seed), n_requests=8)
+    serve(simulation, random.Random(seed), n_requests=8, depth=depth)
     assert simulation.is_empty()
 
 
@@ -86,14 +107,16 @@ def test_every_policy_serves_long_traffic(policy: str, seed: int) -> None:
     if policy == "gpu-only":
         assert metrics.num_cpu_decodes == metrics.num_swap_outs == 0
         assert metrics.num_preemptions > 0
-    elif policy == "simple-offload":
+    elif policy in ("simple-offload", "symmetric", "fastdecode-plus"):
         assert metrics.num_gpu_decodes == 0
         assert metrics.num_preemptions > 0
     else:
         assert min(metrics.num_cpu_decodes, metrics.num_gpu_decodes) > 0
-        assert metrics.iterations["two_batches"] > 0
+        assert metrics.iterations["one_batch" if policy == "neo" else "two_batches"] > 0
     if policy in ("neo", CHURN):
-        assert min(metrics.num_swap_outs, metrics.num_swap_ins, metrics.num_preemptions) > 0
+        assert min(metrics.num_swap_outs, metrics.num_preemptions) > 0
+    if policy == CHURN:
+        assert metrics.num_swap_ins > 0
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)
@@ -174,12 +197,18 @@ def test_what_an_aborted_sequence_holds_is_reused_only_after_its_plan() -> None:
     assert simulation.is_empty()
 
 
+def plan_of(batches: tuple[tuple[PlanRow, ...], ...], **moves: tuple[int, ...]) -> Plan:
+    return Plan(tuple(Rows.of(batch) for batch in batches), **moves)
+
+
 VIEW = View(
     waiting=(SeqView(9, Place.NOWHERE, 6, 0, 0),),
-    running=(
-        SeqView(1, Place.GPU, 5, 4, 2),
-        SeqView(2, Place.CPU, 5, 4, 1),
-        SeqView(3, Place.GPU, 8, 4, 4),
+    running=Seqs.of(
+        (
+            SeqView(1, Place.GPU, 5, 4, 2),
+            SeqView(2, Place.CPU, 5, 4, 1),
+            SeqView(3, Place.GPU, 8, 4, 4),
+        )
     ),
     gpu_blocks_free=1,
     gpu_blocks_total=8,
@@ -187,7 +216,7 @@ VIEW = View(
     cpu_pages_total=4,
     block_size=2,
     page_size=4,
-    max_num_seqs=4,
+    seats_free=1,
     max_num_batched_tokens=6,
     max_swaps=1,
     enable_chunked_prefill=True,
@@ -196,28 +225,30 @@ VIEW = View(
 GPU_1 = PlanRow(1, RowKind.DECODE_GPU, 1)
 CPU_2 = PlanRow(2, RowKind.DECODE_CPU, 1)
 GOOD = [
-    Plan(((GPU_1,), (CPU_2,))),
-    Plan(((PlanRow(1, RowKind.DECODE_CPU, 1),),), swap_out=(1,)),
-    Plan(((PlanRow(9, RowKind.PREFILL_GPU, 3),),), preempt=(1,)),
-    Plan(((PlanRow(3, RowKind.PREFILL_GPU, 4), GPU_1),)),
+    plan_of(((GPU_1,), (CPU_2,))),
+    plan_of(((PlanRow(1, RowKind.DECODE_CPU, 1),),), swap_out=(1,)),
+    plan_of(((PlanRow(9, RowKind.PREFILL_GPU, 3),),), preempt=(1,)),
+    plan_of(((PlanRow(3, RowKind.PREFILL_GPU, 4), GPU_1),)),
 ]
 BAD = [
-    pytest.param(Plan(((GPU_1,), ())), "sub-batches", id="an empty second sub-batch"),
-    pytest.param(Plan(((GPU_1, GPU_1),)), "two rows", id="two rows"),
-    pytest.param(Plan(((PlanRow(7, RowKind.DECODE_GPU, 1),),)), "unknown", id="unknown"),
-    pytest.param(Plan(((GPU_1,),), preempt=(1,)), "preempted", id="row of a preempted"),
-    pytest.param(Plan(((PlanRow(1, RowKind.DECODE_CPU, 1),),)), "cache is GPU", id="wrong place"),
-    pytest.param(Plan(((PlanRow(1, RowKind.PREFILL_GPU, 1),),)), "PREFILL", id="no prefill"),
-    pytest.param(Plan(((PlanRow(3, RowKind.PREFILL_GPU, 5),),)), "4 left", id="too long a row"),
-    pytest.param(Plan(((PlanRow(3, RowKind.PREFILL_GPU, 0),),)), "4 left", id="an empty row"),
-    pytest.param(Plan(((PlanRow(9, RowKind.PREFILL_GPU, 1),),)), "GPU blocks", id="GPU full"),
-    pytest.param(Plan(((CPU_2,),), swap_out=(3,)), "CPU pages", id="CPU full"),
-    pytest.param(Plan(((GPU_1,),), swap_in=(2,)), "GPU blocks", id="swap-in without room"),
+    pytest.param(plan_of(((GPU_1,), ())), "sub-batches", id="an empty second sub-batch"),
+    pytest.param(plan_of(((GPU_1, GPU_1),)), "two rows", id="two rows"),
+    pytest.param(plan_of(((PlanRow(7, RowKind.DECODE_GPU, 1),),)), "unknown", id="unknown"),
+    pytest.param(plan_of(((GPU_1,),), preempt=(1,)), "preempted", id="row of a preempted"),
+    pytest.param(
+        plan_of(((PlanRow(1, RowKind.DECODE_CPU, 1),),)), "cache is GPU", id="wrong place"
+    ),
+    pytest.param(plan_of(((PlanRow(1, RowKind.PREFILL_GPU, 1),),)), "PREFILL", id="no prefill"),
+    pytest.param(plan_of(((PlanRow(3, RowKind.PREFILL_GPU, 5),),)), "4 left", id="too long a row"),
+    pytest.param(plan_of(((PlanRow(3, RowKind.PREFILL_GPU, 0),),)), "4 left", id="an empty row"),
+    pytest.param(plan_of(((PlanRow(9, RowKind.PREFILL_GPU, 1),),)), "GPU blocks", id="GPU full"),
+    pytest.param(plan_of(((CPU_2,),), swap_out=(3,)), "CPU pages", id="CPU full"),
+    pytest.param(plan_of(((GPU_1,),), swap_in=(2,)), "GPU blocks", id="swap-in without room"),
     pytest.param(Plan((), swap_out=(1, 3)), "max_swaps", id="too many swaps"),
     pytest.param(Plan((), swap_out=(2,)), "not running there", id="swap-out from the CPU"),
     pytest.param(Plan((), swap_out=(1,), preempt=(1,)), "moved twice", id="moved twice"),
     pytest.param(
-        Plan(((PlanRow(3, RowKind.PREFILL_GPU, 4), PlanRow(9, RowKind.PREFILL_CPU, 3)),)),
+        plan_of(((PlanRow(3, RowKind.PREFILL_GPU, 4), PlanRow(9, RowKind.PREFILL_CPU, 3)),)),
         "7 tokens",
         id="over the token budget",
     ),
@@ -242,7 +273,7 @@ def test_a_policy_that_lets_nothing_advance_is_an_error() -> None:
         simulation.scheduler.schedule()
 
 
-def do_nothing(view: View) -> Plan:
+def do_nothing(view: View, cost: CostModel) -> Plan:
     return Plan(())
 
 

@@ -176,6 +176,74 @@ def test_a_lost_gpu_worker_is_followed_by_another_and_the_stream_goes_on(
     starting.until(starting.caches_are_empty)
 
 
+def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    process = Process(tiny_model, tmp_path, "--plan-timeout", "0.5")
+    try:
+        worker = process.worker()
+        process.until(lambda: process.health() == SERVING)
+        os.kill(worker.pid, signal.SIGSTOP)
+        stream = process.stub.Generate(request_of([1, 4], 20, seed=3), timeout=120.0)
+        next(stream)
+        process.until(lambda: process.health() == NOT_SERVING)
+        worker.kill()
+        worker.wait()
+        process.worker()
+        assert tokens_of(stream) == generate(3, [1, 4], 20)
+        process.until(lambda: process.health() == SERVING)
+    finally:
+        process.close()
+
+
+def test_gpu_only_serves_without_cpu_cache_and_cpu_workers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    process = Process(
+        *(tiny_model, tmp_path, "--scheduling-policy", "gpu-only", "--kv-offloading-size", "0")
+    )
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        assert process.loads().num_total_cpu_pages == 0
+        assert tokens_of(process.stub.Generate(request_of([1, 4], 20, 3))) == generate(
+            3, [1, 4], 20
+        )
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text": "x" * 100_000}, ["text", "100000", "max_model_len", "256"]),
+        ({"token_ids": pb.TokenIds(ids=[1] * 300)}, ["300", "max_model_len", "256"]),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_an_invalid_argument(
+    server: Process, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(server.stub.Generate(pb.GenerateRequest(**fields), timeout=30.0))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in str(caught.value.details()) for word in words)
+
+
+def test_a_start_without_a_tokenizer_leaves_no_segments(tiny_model: Path, tmp_path: Path) -> None:
+    model, shm = tmp_path / "model", tmp_path / "shm"
+    for folder in (model, shm):
+        folder.mkdir()
+    (model / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    command = [sys.executable, "-m", "neo_server", "serve", str(model), "--device", "cpu"]
+    flags = ["--port", "0", "--control-port", "0", "--shm-dir", str(shm)]
+    done = subprocess.run(
+        [*command, *flags], cwd=REPO, capture_output=True, text=True, timeout=60.0
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("neo: no tokenizer.json in")
+    assert list(shm.iterdir()) == []
+
+
 def test_a_second_gpu_worker_is_refused_while_the_first_lives(server: Process) -> None:
     with grpc.insecure_channel(server.control) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
@@ -303,10 +371,13 @@ MORE_THAN_SHM_GIB = shutil.disk_usage("/dev/shm").total // 2**30 + 1
         (["--scheduling-policy", "newest-first"], "newest-first"),
         (["--max-model-len", "9999"], "9999"),
         (["--kv-offloading-size", "400"], "needs"),
+        (["--kv-offloading-size", "1e30"], "n_pages"),
+        (["--cpu-attn-workers", "1000"], "--cpu-attn-workers"),
     ],
 )
 def test_a_start_that_cannot_work_says_why(tiny_model: Path, flags: list[str], word: str) -> None:
     command = [sys.executable, "-m", "neo_server", "serve", str(tiny_model), "--port", "0", *flags]
+    command += ["--control-port", "0"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60.0)
     assert done.returncode == 1
     assert word in done.stderr.splitlines()[-1]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -149,6 +150,60 @@ async def test_a_gpu_worker_of_others_is_watched_by_its_lock() -> None:
         h.gpu_ready[0] = True
         h.workers.gpu_lives = False
         await until(lambda: len(h.gpu_deaths) == 1)
+
+
+async def test_a_gpu_worker_that_hangs_is_killed_and_replaced() -> None:
+    async with harness(0) as h:
+        await until(lambda: h.supervisor._gpu is not None)
+        assert h.supervisor._gpu is not None
+        pid = h.supervisor._gpu.pid
+        os.kill(pid, signal.SIGSTOP)
+        h.supervisor.kill_gpu_worker()  # it had been ready, and is no more
+        await until(lambda: h.supervisor._gpu is not None and h.supervisor._gpu.pid != pid)
+        assert gone(pid)
+        assert len(h.gpu_deaths) == 1
+
+
+async def test_cpu_workers_that_cannot_start_end_the_start_with_their_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_S", 0.001)
+    async with harness(1, cpu_command=FAIL) as h:
+        with pytest.raises(WorkerStartError, match=r"status 7, 5 times in a row"):
+            await asyncio.wait_for(h.supervisor.failure(), 20.0)
+
+
+async def test_cpu_workers_of_a_server_that_was_ready_are_retried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_BACKOFF_LIMIT_S", 0.001)
+    async with harness(1, cpu_command=FAIL) as h:
+        h.supervisor.server_is_ready()
+        await until(lambda: h.workers.cleared > 2 * module._CPU_STARTS)
+        assert not h.supervisor._failure.done()
+
+
+async def test_a_worker_that_died_and_was_reaped_before_it_is_retired_is_over() -> None:
+    async with harness(1, gpu_command=None) as h:
+        await until(lambda: len(h.cpu_pids) == 1)
+        (child,) = h.supervisor._cpu
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        h.workers.registered = False
+        h.supervisor.scale(0)  # its signal finds the process over, and reaps it
+        await until(lambda: gone(child.pid))
+        await until(lambda: len(h.supervisor._tasks) == 1)  # the sweep
+        assert not h.supervisor._failure.done()
+        assert await child.wait() == -signal.SIGKILL
+
+
+async def test_workers_import_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grpc.py").write_text("raise SystemExit(42)")
+    monkeypatch.chdir(tmp_path)
+    child = module.spawn(module.worker_command("cpu_attn_worker", "127.0.0.1:1", "--help"))
+    assert await child.wait() == 0
 
 
 async def test_stop_ends_children_that_are_stopped_or_ignore_it(

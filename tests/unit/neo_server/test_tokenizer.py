@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from itertools import pairwise
@@ -69,6 +70,25 @@ def byte_fallback() -> Tokenizer:
 
 
 TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+async def test_the_event_loop_turns_while_a_long_text_is_tokenised(name: str) -> None:
+    text = "the quick fox " * 40_000
+    work = asyncio.create_task(asyncio.to_thread(TOKENIZERS[name].encode, text))
+    turns = 0
+    while not work.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 50
+    assert TOKENIZERS[name].decode(await work) == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_text_has_fewer_tokens_than_the_longest_token_allows(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    for text in ("the quick fox", "\u00e9\u00e9\U0001f600", "x" * 500):
+        assert len(text) <= len(tokenizer.encode(text)) * tokenizer.longest_token
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:

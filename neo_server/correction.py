@@ -1,0 +1,146 @@
+"""Corrects a cost model from the measured stage times of every iteration.
+
+Each kind of stage has one factor, a running geometric mean of measured over predicted, so that a
+profile that is wrong by 4x is right after some tens of iterations. Factors are bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from neo_server.cost_model import CostModel, Stages
+from neo_server.step import StageTimes, StepResult
+from neo_server.step_cost import StepLoad
+from neo_server.table_cost import TableCost
+
+FACTORS = ("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "head")
+BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
+_WEIGHT = 0.08  # of the newest iteration
+_OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
+_WINDOW = 64  # iterations that the error is a median of
+_LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
+
+
+class CorrectedCost:
+    """A ``CostModel`` times factors."""
+
+    def __init__(self, base: CostModel) -> None:
+        self.base = base
+        self.factors = dict.fromkeys(FACTORS, 1.0)
+        self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
+        self._errors: deque[float] = deque(maxlen=_WINDOW)
+
+    @property
+    def num_layers(self) -> int:
+        """The base's."""
+        return self.base.num_layers
+
+    @property
+    def overlaps_transfers(self) -> bool:
+        """The base's."""
+        return self.base.overlaps_transfers
+
+    @property
+    def median_error(self) -> float:
+        """Median of |predicted - measured| / measured over the latest iterations."""
+        return median(self._errors) if self._errors else 0.0
+
+    def linear(self, tokens: float) -> float:
+        """T_l."""
+        return self.factors["linear"] * self.base.linear(tokens)
+
+    def prefill_attn(self, pairs: float) -> float:
+        """Of that many query-key pairs."""
+        return self.factors["prefill_attn"] * self.base.prefill_attn(pairs)
+
+    def gpu_attn(self, rows: float, tokens: float) -> float:
+        """T_ga of decodes."""
+        return self.factors["gpu_attn"] * self.base.gpu_attn(rows, tokens)
+
+    def cpu_attn(self, rows: float, tokens: float) -> float:
+        """T_ca."""
+        return self.factors["cpu_attn"] * self.base.cpu_attn(rows, tokens)
+
+    def handoff(self, rows: float) -> float:
+        """Of one sub-batch."""
+        return self.factors["handoff"] * self.base.handoff(rows)
+
+    def transfer(self, tokens: float) -> float:
+        """Between the caches."""
+        return self.factors["transfer"] * self.base.transfer(tokens)
+
+    def head(self, sampled: float) -> float:
+        """Per iteration."""
+        return self.factors["head"] * self.base.head(sampled)
+
+    def refresh(self) -> None:
+        """Before each plan."""
+        if isinstance(self.base, TableCost):
+            self.base.refresh()
+
+    def learn(self, load: StepLoad, predicted_s: float, result: StepResult) -> None:
+        """``predicted_s``: what this model said when the step was planned."""
+        measured = result.elapsed_s
+        if measured <= 0.0 or load.ride.cpu_rows:
+            return
+        self._errors.append(abs(predicted_s - measured) / measured)
+        layers = self.num_layers
+        stages = [Stages.of(self, batch) for batch in load.batches]
+        times = result.times
+        floor = _LEAST_SHARE * measured
+        if sum(times.linear) <= 0.0:  # a device that does not time its stages
+            now = load.seconds(self)
+            for name in FACTORS:
+                if name != "cpu_attn":
+                    self._move(name, measured / now if now > 0.0 else 1.0)
+            return
+        sampled = sum(batch.sampled for batch in load.batches)
+        moved = sum(batch.moved for batch in load.batches)
+        self._compare("linear", layers * sum(s.linear for s in stages), sum(times.linear), floor)
+        self._learn_attention(load, layers, sum(times.gpu_attn), floor)
+        self._compare("handoff", layers * sum(s.handoff for s in stages), times.handoff, floor)
+        if not self.overlaps_transfers and times.swap > 0.0:
+            self._compare("transfer", layers * self.transfer(moved), times.swap, floor)
+        self._compare("head", self.head(sampled), times.head, 0.0)
+        self._learn_cpu(stages, layers, times, floor)
+
+    def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
+        """One measured time for two kinds of stage: each is corrected by its predicted share."""
+        prefill = layers * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs)
+        decode = layers * sum(
+            self.gpu_attn(b.gpu_rows, b.gpu_tokens) for b in load.batches if b.gpu_rows
+        )
+        total = prefill + decode
+        if total <= 0.0 or max(measured, total) < floor:
+            return
+        self._move("prefill_attn", measured / total, prefill / total)
+        self._move("gpu_attn", measured / total, decode / total)
+
+    def _learn_cpu(
+        self, stages: list[Stages], layers: int, times: StageTimes, floor: float
+    ) -> None:
+        """T_ca is seen only where the device waited; else what it hid in is an upper bound."""
+        for channel, stage in enumerate(stages):
+            predicted = layers * stage.cpu_attn
+            if predicted <= 0.0 or not math.isfinite(predicted):
+                continue
+            hidden = times.gpu_attn[channel]
+            if len(stages) == 2:
+                other = 1 - channel
+                hidden += times.linear[other] + times.gpu_attn[other] + times.cpu_wait[other]
+            wait = times.cpu_wait[channel]
+            if wait > floor or predicted > hidden + wait > 0.0:
+                self._move("cpu_attn", (hidden + wait) / predicted)
+
+    def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:
+        if predicted > 0.0 and measured > 0.0 and max(predicted, measured) >= floor:
+            self._move(name, measured / predicted)
+
+    def _move(self, name: str, ratio: float, share: float = 1.0) -> None:
+        ratio = min(max(ratio, 1.0 / _OUTLIER), _OUTLIER)
+        self._seen[name] += share
+        weight = max(_WEIGHT, 1.0 / (1.0 + self._seen[name]))  # the first ones count for more
+        factor = self.factors[name] * ratio ** (weight * share)
+        self.factors[name] = min(max(factor, 1.0 / BOUND), BOUND)

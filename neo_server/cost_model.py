@@ -1,0 +1,243 @@
+"""What an iteration costs: per-stage times, and how the stages of a plan overlap.
+
+Symbols as in arXiv 2411.01142, section 3.2: T_l (linear stage), T_ga and T_ca (attention on the
+GPU and on the CPU). A policy asks for times of aggregates (``Load``), never of single rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from neo_server.plan import Plan, RowKind, Rows, Seqs, View
+
+
+class CostModel(Protocol):
+    """Seconds, per layer where not said otherwise."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+
+    @property
+    def overlaps_transfers(self) -> bool:
+        """Moves between the caches run beside computation (CUDA), not between (CPU)."""
+
+    def linear(self, tokens: float) -> float:
+        """T_l: pre- and post-projection of ``tokens``."""
+
+    def prefill_attn(self, pairs: float) -> float:
+        """Prefill attention of that many query-key pairs."""
+
+    def gpu_attn(self, rows: float, tokens: float) -> float:
+        """Decode attention on the GPU over ``tokens`` of K and V in all."""
+
+    def cpu_attn(self, rows: float, tokens: float) -> float:
+        """T_ca: the same by the cpu workers; infinite without any."""
+
+    def handoff(self, rows: float) -> float:
+        """Storing K and V, publishing Q and collecting O of one sub-batch's CPU rows."""
+
+    def transfer(self, tokens: float) -> float:
+        """Moving K and V of ``tokens`` between the caches."""
+
+    def head(self, sampled: float) -> float:
+        """Once per iteration: embedding, logits, sampling, and all that is fixed."""
+
+
+@dataclass(slots=True)
+class Load:
+    """One sub-batch in sums."""
+
+    tokens: float = 0  # through the linear stage
+    pairs: float = 0.0  # query-key pairs of prefills
+    gpu_rows: float = 0
+    gpu_tokens: float = 0  # K and V that GPU decodes read
+    cpu_rows: float = 0
+    cpu_tokens: float = 0
+    moved: float = 0  # tokens between the caches: CPU-bound prefills and swaps
+    sampled: float = 0
+
+    def with_cpu(self, rows: float, tokens: float) -> Load:
+        """With that many CPU decodes more."""
+        return replace(
+            self,
+            tokens=self.tokens + rows,
+            cpu_rows=self.cpu_rows + rows,
+            cpu_tokens=self.cpu_tokens + tokens,
+            sampled=self.sampled + rows,
+        )
+
+    def with_prefill(self, n_new: int, start: int, *, moved: bool, last: bool) -> Load:
+        """With a chunk more."""
+        return replace(
+            self,
+            tokens=self.tokens + n_new,
+            pairs=self.pairs + pairs_of(n_new, start),
+            moved=self.moved + (n_new if moved else 0),
+            sampled=self.sampled + last,
+        )
+
+
+def pairs_of(n_new: float, start: float) -> float:
+    """Query-key pairs of a causal chunk."""
+    return n_new * (start + (n_new + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Per-layer times of one sub-batch."""
+
+    linear: float
+    gpu_attn: float
+    cpu_attn: float
+    handoff: float
+
+    @staticmethod
+    def of(cost: CostModel, load: Load) -> Stages:
+        """T_l, T_ga, T_ca and the hand-off of ``load``."""
+        gpu_attn = cost.prefill_attn(load.pairs) if load.pairs else 0.0
+        if load.gpu_rows:
+            gpu_attn += cost.gpu_attn(load.gpu_rows, load.gpu_tokens)
+        return Stages(
+            cost.linear(load.tokens) if load.tokens else 0.0,
+            gpu_attn,
+            cost.cpu_attn(load.cpu_rows, load.cpu_tokens) if load.cpu_rows else 0.0,
+            cost.handoff(load.cpu_rows) if load.cpu_rows else 0.0,
+        )
+
+
+def layer_time(batches: Sequence[Stages]) -> float:
+    """One layer of one or two sub-batches, in the order that the executor runs.
+
+    One batch: the CPU's attention overlaps only the GPU's. Two: a cycle of linear 0, publish 0,
+    attention 0, wait 1, linear 1, publish 1, attention 1, wait 0, bound by the GPU's sum, by each
+    sub-batch's own chain, or by the CPU. (The paper's formula has a barrier between the two
+    halves: max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0), which is never less.)
+    """
+    if len(batches) == 1:
+        (one,) = batches
+        return one.linear + one.handoff + max(one.gpu_attn, one.cpu_attn)
+    first, second = batches
+    gpu = sum(b.linear + b.gpu_attn + b.handoff for b in batches)
+    chains = (b.linear + b.handoff + b.cpu_attn for b in batches)
+    return max(gpu, *chains, first.cpu_attn + second.cpu_attn)
+
+
+def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = None) -> float:
+    """Seconds of one iteration. ``ride``: riders, one layer each, spread over all layers.
+
+    Riders' linear work joins every layer's stage in equal parts; their attention has the whole
+    iteration, so it costs only when the CPU needs longer than that.
+    """
+    layers = cost.num_layers
+    if ride is not None and ride.cpu_rows:
+        share, loads = ride.cpu_rows / layers, list(loads) or [Load()]
+        loads = [replace(loads[0], tokens=loads[0].tokens + share), *loads[1:]]
+    seconds = 0.0
+    if loads:
+        seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
+    if ride is not None and ride.cpu_rows:
+        seconds += layers * cost.handoff(ride.cpu_rows / layers)
+        seconds = max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens))
+    moved = sum(load.moved for load in loads)
+    if moved:
+        transfer = layers * cost.transfer(moved)
+        seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
+    sampled = sum(load.sampled for load in loads)
+    if ride is not None:
+        sampled += ride.cpu_rows / layers
+    return seconds + cost.head(sampled)
+
+
+def load_of(rows: Rows, seqs: Seqs) -> Load:
+    """Sums of a sub-batch; ``seqs`` are its rows' sequences in their order."""
+    decode = rows.kind >= RowKind.DECODE_GPU
+    on_gpu, on_cpu = rows.kind == RowKind.DECODE_GPU, rows.kind == RowKind.DECODE_CPU
+    new, start = rows.n_new[~decode], seqs.num_computed[~decode]
+    return Load(
+        tokens=int(rows.n_new.sum()),
+        pairs=float((new * (start + (new + 1) / 2)).sum()),
+        gpu_rows=int(on_gpu.sum()),
+        gpu_tokens=int(seqs.num_tokens[on_gpu].sum()),
+        cpu_rows=int(on_cpu.sum()),
+        cpu_tokens=int(seqs.num_tokens[on_cpu].sum()),
+        moved=int(rows.n_new[rows.kind == RowKind.PREFILL_CPU].sum()),
+        sampled=int((seqs.num_computed + rows.n_new == seqs.num_tokens).sum()),
+    )
+
+
+def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
+    """Seconds that a whole plan takes. A plan without rows takes the time of its swaps."""
+    known = {seq.id: seq for seq in view.running}
+    missing = {int(i) for batch in plan.batches for i in batch.seq} - known.keys()
+    for seq in view.waiting:
+        if not missing:
+            break
+        if seq.id in missing:
+            known[seq.id] = seq
+            missing.discard(seq.id)
+    loads = [load_of(b, Seqs.of(known[i] for i in b.seq.tolist())) for b in plan.batches]
+    swapped = sum(known[i].num_computed for i in plan.swap_out + plan.swap_in)
+    if not loads:
+        loads = [Load()]
+    loads[0].moved += swapped
+    riders = Seqs.of(known[i] for i in plan.riders.tolist())
+    ride = Load(cpu_rows=len(riders), cpu_tokens=int(riders.num_tokens.sum()))
+    return iteration_time(cost, loads, ride)
+
+
+def knee(cost: CostModel, limit: int, efficiency: float = 0.9) -> int:
+    """Fewest tokens at which the linear stage is within ``efficiency`` of its best rate.
+
+    Below it the stage is bound by reading weights, and tokens ride almost free.
+    """
+    best = cost.linear(limit) / limit
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high) // 2
+        if cost.linear(middle) * efficiency <= best * middle:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class FreeCost:
+    """Everything costs the same little: for policies that ask nothing, and for tests."""
+
+    num_layers = 1
+    overlaps_transfers = True
+
+    def __init__(self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9) -> None:
+        self._handoff_s = handoff_s
+        self._cpu_s_per_token = cpu_s_per_token
+
+    def linear(self, tokens: float) -> float:
+        """Weights are all that counts."""
+        return 1e-3 + 1e-9 * tokens
+
+    def prefill_attn(self, pairs: float) -> float:
+        """Nothing to speak of."""
+        return 1e-12 * pairs
+
+    def gpu_attn(self, rows: float, tokens: float) -> float:
+        """Nothing to speak of."""
+        return 1e-9 * rows
+
+    def cpu_attn(self, rows: float, tokens: float) -> float:
+        """In proportion to the tokens."""
+        return self._cpu_s_per_token * tokens
+
+    def handoff(self, rows: float) -> float:
+        """What the constructor was given."""
+        return self._handoff_s
+
+    def transfer(self, tokens: float) -> float:
+        """Nothing to speak of."""
+        return 1e-12 * tokens
+
+    def head(self, sampled: float) -> float:
+        """Fixed."""
+        return 1e-6

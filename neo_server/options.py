@@ -1,0 +1,79 @@
+"""The flags of ``neo serve``, each named once: field, type, help and default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from protos.config import KvCacheDType
+
+Device = Literal["auto", "cpu", "cuda"]
+DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+DEFAULT_CONTROL_PORT = 50052
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``None`` and ``auto`` are for ``launch.resolve`` to choose."""
+
+    model: Annotated[str, Argument(help="Local Hugging Face directory, or hub id.")]
+    host: str = "127.0.0.1"
+    port: Annotated[int, Option(help="0: any free port.")] = 50051
+    control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
+    control_port: Annotated[int, Option(help="0: any free port.")] = DEFAULT_CONTROL_PORT
+    address_file: Annotated[
+        Path | None, Option(help="Gets 'HOST:PORT CONTROL_HOST:PORT' when ready.")
+    ] = None
+    served_model_name: str | None = None
+    max_model_len: Annotated[int | None, Option(help="Tokens.")] = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: Annotated[int | None, Option(help="Tokens of one iteration.")] = None
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Annotated[
+        str,
+        Option(
+            help="gpu-only, simple-offload, symmetric, fastdecode-plus, "
+            "neo, mixed, or module:attribute."
+        ),
+    ] = "neo"
+    block_size: Annotated[int, Option(help="Tokens of a GPU block.")] = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: Annotated[int | None, Option(help="Of the GPU-cache.")] = None
+    gpu_memory_utilization: float = 0.9
+    kv_offloading_size: Annotated[
+        float | None, Option(help="GiB of the CPU-cache. Default: 1; gpu-only: 0.")
+    ] = None
+    cpu_kv_page_size: Annotated[int, Option(help="Tokens of a CPU page.")] = 64
+    cpu_kv_cache_dtype: Annotated[KvCacheDType, Option(help="auto: --dtype.")] = KvCacheDType.AUTO
+    dtype: DTypeChoice = "auto"
+    device: Device = "auto"
+    load_format: Annotated[LoadFormat, Option(help="dummy: random weights.")] = "auto"
+    cpu_attn_workers: Annotated[
+        int | None, Option(help="Processes that the server runs. Default: 2; gpu-only: 0.")
+    ] = None
+    cpu_attn_threads: Annotated[
+        int | None, Option(help="Of each worker. Default: unreserved cores / workers.")
+    ] = None
+    reserved_cores: Annotated[
+        int | None, Option(help="Cores that no attention thread is pinned to. CUDA: 2.")
+    ] = None
+    shm_dir: Annotated[Path | None, Option(help="A tmpfs instead of POSIX shared memory.")] = None
+    shutdown_timeout: Annotated[
+        float, Option(help="Seconds that running streams get at shutdown.")
+    ] = 30.0
+    plan_timeout: Annotated[
+        float | None,
+        Option(
+            help="Seconds after which a gpu worker without a result counts as hung; those of "
+            "waiting for cpu workers are added. Default: 60; on the CPU 600."
+        ),
+    ] = None
+    max_waiting: Annotated[int, Option(help="Requests that may wait; more are refused.")] = 4096
+    spawn_gpu_worker: Annotated[
+        bool, Option(help="--no-...: `neo gpu-worker` is started by hand.")
+    ] = True
+    seed: Annotated[int, Option(help="Of dummy weights.")] = 0

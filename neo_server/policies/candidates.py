@@ -1,0 +1,218 @@
+"""The plans that ``neo`` chooses between, once batch-0's GPU rows and prefills are known.
+
+The objective is tokens per second, with a token worth what it costs without the CPU: a GPU-only
+iteration is worth its own time, and each further token of a CPU-request is worth the GPU-only time
+per decoded token. A candidate with a worth above its duration pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from neo_server.cost_model import CostModel, Load, Stages, iteration_time
+from neo_server.plan import Mode, Seqs, View
+
+# A candidate, and a further CPU-request, has to promise more than the cost model's noise.
+_GAIN = 1.01
+# A CPU-request stays for all its tokens, while the load around it changes.
+_LASTING_GAIN = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a further decoded token is worth: seconds."""
+
+    token: float
+    decode_only: Load
+
+    @staticmethod
+    def of(cost: CostModel, decode_only: Load) -> Worth:
+        """From an iteration of the GPU decodes alone; without any, of a single token."""
+        rows = max(decode_only.gpu_rows, 1)
+        load = decode_only if decode_only.tokens else Load(tokens=1, sampled=1)
+        return Worth(iteration_time(cost, [load]) / rows, decode_only)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The first ``second`` of the queue go to batch-1, the next ``first`` to batch-0."""
+
+    first: int = 0
+    second: int = 0
+    riders: int = 0
+    seconds: float = 0.0
+    score: float = 1.0  # worth over duration
+
+    @property
+    def rows(self) -> int:
+        """CPU decodes that it holds."""
+        return self.first + self.second + self.riders
+
+
+TokensOf = Callable[[int], float]  # K and V tokens of the first k of the queue
+
+
+def choose(
+    view: View, cost: CostModel, worth: Worth, base: Load, queue: Seqs, forced: int
+) -> Choice:
+    """Step 6: the best candidate that holds at least the first ``forced`` of the queue."""
+    total = np.concatenate(([0], np.cumsum(queue.num_tokens)))
+    if view.cpu_workers == 0:  # nothing else is left to do: a worker may come
+        return Choice(first=len(queue))
+    riding = int((queue.ride > 0).sum())
+    return best(view, cost, worth, base, len(queue), lambda k: float(total[k]), forced, riding)
+
+
+def best(
+    view: View,
+    cost: CostModel,
+    worth: Worth,
+    base: Load,
+    count: int,
+    tokens: TokensOf,
+    forced: int = 0,
+    riding: int = 0,
+) -> Choice:
+    """The candidate of the highest score; ``base`` is batch-0 without CPU decodes."""
+    alone = iteration_time(cost, [base]) if base.tokens else 0.0
+    winner = Choice(seconds=alone) if base.tokens and not forced else None
+    bar = _GAIN
+    for first, second, riders in _shapes(view, cost, base, count, tokens, forced, riding):
+        if first + second + riders < forced:
+            continue
+        seconds = _time(cost, base, tokens, first, second, riders)
+        gained = first + second + riders / cost.num_layers
+        score = (alone + worth.token * gained) / seconds
+        late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s and not riders
+        if winner is None or (score > bar and not late):
+            winner, bar = Choice(first, second, riders, seconds, score), score
+    return winner or Choice(first=max(forced, min(count, 1)))
+
+
+def _shapes(
+    view: View,
+    cost: CostModel,
+    base: Load,
+    count: int,
+    tokens: TokensOf,
+    forced: int,
+    riding: int,
+) -> Iterator[tuple[int, int, int]]:
+    """(rows of batch-0, rows of batch-1, riders), most of them within what is hidden."""
+    if Mode.ONE_BATCH in view.modes:
+        fewer: tuple[int, ...] = ()
+        if forced < count:
+            hidden = _fitting(cost, count, tokens, 0, Stages.of(cost, base).gpu_attn)
+            fewer = (hidden, forced, *(count >> shift for shift in range(1, 5)))
+        for rows in {count, *fewer}:
+            if rows >= max(forced, 1):
+                yield rows, 0, 0
+    if Mode.TWO_BATCHES in view.modes:
+        yield from _pipelines(cost, base, count, tokens)
+    if Mode.PIGGYBACK in view.modes:
+        yield from _rides(cost, base, count, tokens, max(riding, forced))
+
+
+def _pipelines(
+    cost: CostModel, base: Load, count: int, tokens: TokensOf
+) -> Iterator[tuple[int, int, int]]:
+    """Step 4: T_ca1 <= T_l0 + T_ga0, then T_ca0 within what is left of the cycle."""
+    if not base.tokens:  # CPU rows alone: two halves hide each other's linear stages
+        if count:
+            yield count - count // 2, count // 2, 0
+        return
+    zero = Stages.of(cost, base)
+    second = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn)
+    second = max(second, min(count, 1))
+    one = cost.linear(second) + 2 * cost.handoff(second)
+    both = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn + one)
+    first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
+    if first > 0:
+        yield first, second, 0
+    if second:
+        yield 0, second, 0
+    if count > second + max(first, 0):
+        yield 0, count, 0
+
+
+def _rides(
+    cost: CostModel, base: Load, count: int, tokens: TokensOf, least: int
+) -> Iterator[tuple[int, int, int]]:
+    """As many riders as the CPU can serve one layer of in an iteration."""
+    alone = iteration_time(cost, [base]) if base.tokens else 0.0
+    most = _fitting(cost, count, tokens, 0, alone)
+    for riders in {max(most, least), max(least, min(count, 1))}:
+        if riders:
+            yield 0, 0, riders
+
+
+def _time(
+    cost: CostModel, base: Load, tokens: TokensOf, first: int, second: int, riders: int
+) -> float:
+    if riders:
+        ride = Load(cpu_rows=riders, cpu_tokens=tokens(riders))
+        return iteration_time(cost, [base], ride)
+    middle = tokens(second)
+    zero = base.with_cpu(first, tokens(second + first) - middle) if first else base
+    if not second:
+        return iteration_time(cost, [zero])
+    one = Load().with_cpu(second, middle)
+    return iteration_time(cost, [zero, one] if zero.tokens else [one])
+
+
+def _fitting(cost: CostModel, count: int, tokens: TokensOf, skip: int, seconds: float) -> int:
+    """Most rows, after the first ``skip``, whose T_ca is within ``seconds``."""
+    low, high = 0, max(count, 0)
+    before = tokens(skip)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost.cpu_attn(middle, tokens(skip + middle) - before) <= seconds:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def population(view: View, cost: CostModel, worth: Worth, present: int, mean: float) -> int:
+    """Step 5: how many CPU-requests of ``mean`` tokens pay in the iterations to come.
+
+    Those are taken to be like the latest: a share of them holds prefills, the others only the
+    GPU's decodes; in either kind the CPU-requests may sit out. Two sub-batches have a fixed price,
+    so a few requests may not pay where many do.
+    """
+    most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
+    kinds = [(1.0 - view.prefill_share, worth.decode_only)]
+    if view.prefill_share > 0.0:
+        n_new = max(int(view.prefill_tokens), 1)
+        load = worth.decode_only.with_prefill(n_new, 0, moved=False, last=False)
+        kinds.append((view.prefill_share, load))
+
+    def gain(count: int) -> float:
+        spent = value = 0.0
+        for share, load in kinds:
+            alone = iteration_time(cost, [load]) if load.tokens else 0.0
+            joined = best(view, cost, worth, load, count, lambda k: k * mean, forced=count)
+            gained = worth.token * (joined.first + joined.second + joined.riders / layers)
+            weight = share
+            if joined.seconds - alone > gained:
+                # They are left out, until the bound lets them in at any price.
+                weight = share / view.max_skipped
+            spent += share * alone + weight * (joined.seconds - alone)
+            value += share * alone + weight * gained
+        return value / spent
+
+    layers = cost.num_layers
+    wanted, reached = present, gain(present) if present else 1.0
+    bar = max(reached * 1.002, _LASTING_GAIN)
+    count = present + 1
+    while count <= most:
+        promised = gain(count)
+        if promised >= bar:
+            wanted, bar = count, promised * 1.002
+        elif promised < reached and count > 2 * present + 16:
+            break
+        count += max(1, count // 2)
+    return wanted

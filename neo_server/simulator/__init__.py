@@ -1,0 +1,1 @@
+"""The scheduler, the block manager and the policies under a virtual clock."""

@@ -1,0 +1,83 @@
+"""An iteration as it is sent, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from neo_server.plan import Ints, Plan, RowKind, SwapKind
+from neo_server.request import Sequence
+
+UNKNOWN_TOKEN = -1  # in the step ring: what the slot's row of the plan before samples
+
+
+class StepRow(NamedTuple):
+    """A plan's row with all that the gpu worker needs, as it was when it was planned."""
+
+    seq: Sequence
+    slot: int
+    kind: RowKind
+    start: int
+    n_new: int
+    sample: bool
+    epoch: int
+
+
+class StepSwap(NamedTuple):
+    """Moves the first ``n_tokens`` of a slot."""
+
+    slot: int
+    kind: SwapKind
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One iteration as it is sent; columns over its rows, sub-batch by sub-batch."""
+
+    plan_id: int
+    n_rows: tuple[int, ...]  # of each sub-batch
+    seqs: tuple[Sequence, ...]
+    slot: Ints
+    kind: Ints
+    start: Ints
+    n_new: Ints
+    sample: Ints
+    epoch: Ints
+    swaps: tuple[StepSwap, ...]
+    plan: Plan
+
+    @property
+    def rows(self) -> tuple[StepRow, ...]:
+        """Rows of all sub-batches in the order in which they are sent and answered."""
+        columns = (self.slot, self.kind, self.start, self.n_new, self.sample, self.epoch)
+        return tuple(
+            StepRow(seq, slot, RowKind(kind), start, n_new, bool(sample), epoch)
+            for seq, slot, kind, start, n_new, sample, epoch in zip(
+                self.seqs, *(column.tolist() for column in columns), strict=True
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of a plan by stage, sums over layers; pairs are per sub-batch. 0: not measured."""
+
+    linear: tuple[float, float] = (0.0, 0.0)
+    gpu_attn: tuple[float, float] = (0.0, 0.0)
+    cpu_wait: tuple[float, float] = (0.0, 0.0)
+    handoff: float = 0.0
+    swap: float = 0.0
+    head: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came back; one entry per row, in the order of the step."""
+
+    plan_id: int
+    statuses: SequenceOf[int]  # RowStatus
+    tokens: SequenceOf[int]  # -1 unless sampled
+    elapsed_s: float
+    times: StageTimes = StageTimes()

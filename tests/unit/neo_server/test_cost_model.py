@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from neo_server.correction import BOUND, CorrectedCost
+from neo_server.cost_model import FreeCost, Load, Stages, iteration_time, knee, layer_time
+from neo_server.errors import ConfigurationError
+from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
+from neo_server.step import StageTimes, StepResult
+from neo_server.step_cost import StepLoad
+from neo_server.table_cost import Curve, ProfileTable, Surface, TableCost
+
+A10G = RooflineCost(load_hardware("g5.4xlarge"), SHAPES["llama-3.1-8b"])
+
+
+def test_two_sub_batches_hide_either_side_and_read_the_weights_twice() -> None:
+    gpu, cpu = Stages(2.0, 1.0, 0.0, 0.0), Stages(2.0, 0.0, 3.0, 0.5)
+    assert layer_time([gpu]) == 3.0
+    assert layer_time([gpu, cpu]) == 5.5  # bound by the GPU; and by batch-1's own chain
+    assert layer_time([gpu, Stages(2.0, 0.0, 9.0, 0.5)]) == 11.5
+    assert layer_time([Stages(2.0, 1.0, 4.0, 0.5)]) == 6.5  # one batch hides in attention only
+
+
+def test_below_the_knee_tokens_ride_free_and_above_it_they_cost() -> None:
+    at = knee(A10G, 4096)
+    assert A10G.linear(at // 2) == A10G.linear(1)
+    assert A10G.linear(4 * at) > 2 * A10G.linear(at)
+    assert 64 <= at <= 256
+
+
+def test_the_cache_that_is_left_on_an_a10g_is_the_papers() -> None:
+    tokens = gpu_cache_tokens(A10G.hardware, A10G.model)
+    assert tokens == pytest.approx(26_400, rel=0.05)
+
+
+def test_every_figure_of_a_hardware_profile_has_a_source() -> None:
+    for name in ("g4dn.4xlarge", "g5.2xlarge", "g5.16xlarge", "2xh100", "2xa10g"):
+        hardware = load_hardware(name)
+        figures = {"gpu_tflops", "gpu_bandwidth_gbs", "gpu_memory_gb", "cpu_bandwidth_gbs"}
+        assert figures <= hardware.sources.keys()
+    with pytest.raises(ConfigurationError, match="known are"):
+        load_hardware("abacus")
+
+
+def test_riders_cost_only_what_the_iteration_cannot_hide() -> None:
+    base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+    alone = iteration_time(A10G, [base])
+    few = iteration_time(A10G, [base], Load(cpu_rows=8, cpu_tokens=8_000))
+    many = iteration_time(A10G, [base], Load(cpu_rows=4000, cpu_tokens=4_000_000))
+    assert alone < few < 1.05 * alone
+    assert many > 2 * alone
+
+
+def table(**changes: object) -> ProfileTable:
+    line = {"x": [1, 3], "seconds": [1.0, 2.0]}
+    fields = {
+        "key": {
+            "model": "m", "gpu": "cpu", "cpu": "c", "torch_threads": 1, "cpu_attn_threads": 2,
+            "tp": 1, "dtype": "float32", "kv_dtype": "float32", "max_num_batched_tokens": 8,
+        },
+        "num_layers": 2,
+        "overlaps_transfers": False,
+        **dict.fromkeys(("linear", "prefill_attn", "handoff", "transfer", "head"), line),
+        "gpu_attn": {"rows": [1, 2], "tokens_per_row": [10, 20], "seconds": [[1, 2], [2, 4]]},
+        "cpu_attn": {"rows": [1, 2], "tokens_per_row": [10, 20], "seconds": [[1, 2], [2, 4]]},
+    }  # fmt: skip
+    return ProfileTable.model_validate({**fields, **changes})
+
+
+def test_tables_are_interpolated_linearly_in_both_directions_and_beyond_their_end() -> None:
+    curve = Curve(x=(1, 3), seconds=(1.0, 2.0))
+    assert [curve.at(x) for x in (0, 1, 2, 3, 5)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    surface = Surface(rows=(1, 2), tokens_per_row=(10, 20), seconds=((1, 2), (2, 4)))
+    assert surface.at(1, 15) == 1.5
+    assert surface.at(2, 30) == 3.0
+    assert surface.at(3, 60) == 6.0
+    with pytest.raises(ValueError, match="growing"):
+        Curve(x=(3, 1), seconds=(1.0, 2.0))
+
+
+def test_cpu_attention_follows_the_threads_that_live_and_is_infinite_without_any() -> None:
+    alive = [2]
+    cost = TableCost(table(), lambda: alive[0])
+    whole = cost.cpu_attn(1, 10)
+    alive[0] = 1
+    cost.refresh()
+    assert cost.cpu_attn(1, 10) == 2 * whole
+    alive[0] = 0
+    cost.refresh()
+    assert math.isinf(cost.cpu_attn(1, 10))
+    assert math.isinf(TableCost(table(cpu_attn=None)).cpu_attn(1, 10))
+
+
+def test_a_table_with_too_many_points_is_refused_with_both_numbers() -> None:
+    many = {"x": list(range(80)), "seconds": [1.0] * 80}
+    with pytest.raises(ValueError, match=r"\d+ points; the limit is 60"):
+        ProfileTable.parse(table(linear=many).model_dump_json())
+
+
+@pytest.mark.parametrize("wrong", [4.0, 0.25])
+def test_a_profile_that_is_wrong_by_four_is_right_after_some_tens_of_iterations(
+    wrong: float,
+) -> None:
+    truth = TableCost(table())
+    believed = CorrectedCost(TableCost(table(), scale=wrong))
+    load = StepLoad((Load(tokens=2, gpu_rows=2, gpu_tokens=30, sampled=2),), Load())
+    for _ in range(40):
+        (stage,) = [Stages.of(truth, batch) for batch in load.batches]
+        times = StageTimes((2 * stage.linear, 0.0), (2 * stage.gpu_attn, 0.0), head=truth.head(2))
+        elapsed = load.seconds(truth)
+        believed.learn(load, load.seconds(believed), StepResult(1, [], [], elapsed, times))
+    assert load.seconds(believed) == pytest.approx(load.seconds(truth), rel=0.05)
+
+
+def test_corrections_are_bounded() -> None:
+    cost = CorrectedCost(FreeCost())
+    load = StepLoad((Load(tokens=2, sampled=2),), Load())
+    for _ in range(500):
+        cost.learn(load, 1.0, StepResult(1, [], [], 1e9, StageTimes((1e9, 0.0))))
+    assert cost.factors["linear"] == BOUND
