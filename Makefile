@@ -8,7 +8,7 @@ NATIVE_SOURCES := $(shell find csrc protos -name '*.cpp' -o -name '*.hpp' -o -na
 PACKAGE_SOURCES := $(shell find protos neo_server gpu_worker cpu_attn_worker csrc/neo_native -name '*.py')
 CPP_SOURCES := $(shell find csrc protos tests/cpp -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: setup demo test soak lint format model clean test-cpp
+.PHONY: setup demo test soak lint format model clean test-cpp test-sanitizers
 
 setup: $(VENV)/.installed
 
@@ -29,13 +29,19 @@ demo: setup model
 	$(BIN)/python scripts/demo.py $(MODEL)
 
 test: setup model test-cpp
-	NEO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) -m "not soak" $(PYTEST_ARGS)
+	NEO_TEST_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not soak" $(PYTEST_ARGS)
 
-soak: setup model test-cpp
-	NEO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -n $(JOBS) -m soak --timeout 3600 $(PYTEST_ARGS)
+soak: export NEO_STRESS_MESSAGES = 1000000
+soak: setup model test-cpp test-sanitizers
+	NEO_TEST_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest -n $(JOBS) -m soak --timeout 3600 $(PYTEST_ARGS)
 
 test-cpp: setup
 	BUILD=build/cpp PATH="$(abspath $(BIN)):$$PATH" scripts/test_cpp.sh
+
+# The C++ tests under ThreadSanitizer, and under AddressSanitizer with UBSan.
+test-sanitizers: setup
+	BUILD=build/tsan SANITIZE=thread PATH="$(abspath $(BIN)):$$PATH" scripts/test_cpp.sh
+	BUILD=build/asan SANITIZE=address,undefined PATH="$(abspath $(BIN)):$$PATH" scripts/test_cpp.sh
 
 lint: setup
 	$(BIN)/ruff check .

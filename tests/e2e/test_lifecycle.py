@@ -9,40 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import alive, family
 from tests.helpers.server import RunningServer, request_of, running_server
 
 SMALL = ("--max-model-len", "256", "--num-gpu-blocks-override", "32", "--kv-offloading-size", "0.1")
-
-
-def _family(root: int) -> set[int]:
-    """Pids of a process and everything below it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found, queue = set(), [root]
-    while queue:
-        pid = queue.pop()
-        found.add(pid)
-        queue += children.get(pid, [])
-    return found
-
-
-def _alive(pids: set[int]) -> set[int]:
-    """Those of them that still run (a zombie does not)."""
-    running = set()
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != "Z":
-            running.add(pid)
-    return running
 
 
 def _segments(instance: str) -> list[str]:
@@ -51,7 +21,7 @@ def _segments(instance: str) -> list[str]:
 
 def _wait_until_gone(pids: set[int], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := _alive(pids):
+    while left := alive(pids):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
 
@@ -65,8 +35,8 @@ def test_no_process_and_no_segment_stays(
     instance = server.info().instance_id
     by_hand = server.start_worker()
     server.wait_until("sum(w.kind == pb.WorkerInfo.KIND_CPU_ATTN for w in info.workers) == 3")
-    family = _family(server.process.pid) | {by_hand.pid}
-    assert len(family) >= 5
+    processes = family(server.process.pid) | {by_hand.pid}
+    assert len(processes) >= 5
     assert _segments(instance)
     if busy:
         streams = [server.stub.Generate(request_of("Once upon", 240)) for _ in range(3)]
@@ -74,7 +44,7 @@ def test_no_process_and_no_segment_stays(
             next(stream)
     server.process.send_signal(sent)
     server.process.wait(30.0)
-    _wait_until_gone(family)
+    _wait_until_gone(processes)
     if sent is not signal.SIGKILL:
         assert server.process.returncode == 0
         assert _segments(instance) == []
@@ -103,6 +73,22 @@ def test_two_instances_share_a_host(demo_model: Path, tmp_path: Path) -> None:
     ):
         request = request_of("The capital of France is", 8)
         assert first.generate(request).token_ids == second.generate(request).token_ids
+
+
+def test_a_gpu_worker_that_hangs_is_killed_and_respawned_and_streams_go_on(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    with running_server(demo_model, tmp_path, *SMALL, "--plan-timeout", "1") as server:
+        request = request_of("Once upon a time", 60)
+        expected = server.generate(request).token_ids
+        gpu = next(w.pid for w in server.info().workers if w.kind == 1)
+        stream = server.stub.Generate(request, timeout=240.0)
+        got = [token for _ in range(5) for token in next(stream).delta.token_ids]
+        os.kill(gpu, signal.SIGSTOP)
+        got += [token for message in stream for token in message.delta.token_ids]
+        assert got == expected
+        assert all(w.pid != gpu for w in server.info().workers)
+        server.assert_caches_end_empty()
 
 
 def test_a_killed_gpu_worker_is_respawned_and_streams_go_on(

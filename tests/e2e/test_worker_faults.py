@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.prompts import PROMPTS
+from tests.helpers.processes import process_state
 from tests.helpers.server import RunningServer, request_of, running_server
 
-POINTS = ("claimed", "computing", "written")
+POINTS = ("claimed", "computing", "written", "finished")
 SHORT_SEEDS = 8
 LONG_SEEDS = 200
 NEW_TOKENS = 12
@@ -46,6 +47,7 @@ class Faults:
             self.workers.append(server.start_worker("--fault", f"{point}={action}@{task}"))
         pids = [worker.pid for worker in self.workers]
         server.wait_until(f"{{w.pid for w in info.workers}} >= {set(pids)}")
+        self.fired: set[int] = set()  # pids whose fault was seen to happen
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._disturb)
 
@@ -56,6 +58,7 @@ class Faults:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self._look()
         for worker in self.workers:
             worker.send_signal(signal.SIGCONT)
             worker.send_signal(signal.SIGTERM)
@@ -66,6 +69,14 @@ class Faults:
                 # It may have reached its own stop only after the SIGCONT above.
                 worker.kill()
                 worker.wait()
+
+    def _look(self) -> None:
+        """Takes note of workers that stopped or killed themselves."""
+        for worker in self.workers:
+            if worker.poll() == -signal.SIGKILL or (
+                worker.poll() is None and process_state(worker.pid) == "T"
+            ):
+                self.fired.add(worker.pid)
 
     def _disturb(self) -> None:
         """From outside, at random moments: the server's own workers freeze, thaw and die."""
@@ -81,6 +92,7 @@ class Faults:
                 _signal(pid, signal.SIGSTOP)
                 time.sleep(self.random.uniform(0.0, 0.1))
                 _signal(pid, signal.SIGCONT)
+            self._look()
             for worker in self.workers:
                 if self.random.random() < 0.3:
                     _signal(worker.pid, signal.SIGCONT)
@@ -108,11 +120,12 @@ def expected(server: RunningServer) -> dict[int, list[int]]:
 def _run(server: RunningServer, expected: dict[int, list[int]], seed: int) -> None:
     choice = random.Random(seed)
     chosen = [choice.randrange(16) for _ in range(8)]
-    with Faults(server, seed):
+    with Faults(server, seed) as faults:
         results = server.generate_all([request_of(PROMPTS[i], NEW_TOKENS) for i in chosen])
     for i, result in zip(chosen, results, strict=True):
         assert result.token_ids == expected[i], f"seed {seed}: {PROMPTS[i]!r}"
     server.assert_caches_end_empty()
+    assert faults.fired, f"seed {seed}: no fault happened"
 
 
 @pytest.mark.parametrize("seed", range(SHORT_SEEDS))
