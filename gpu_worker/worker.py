@@ -86,7 +86,10 @@ class GpuWorker:
             cache,
             offload,
             config.scheduler.max_num_batched_tokens,
-            config.scheduler.max_num_seqs,
+            min(
+                config.scheduler.max_num_seqs,
+                *map(int, (geometry["max_slots"], geometry["max_rows"])),
+            ),
             int(geometry["max_pages"]) * int(geometry["page_size"]),
         )
         self._config = config

@@ -207,6 +207,8 @@ def _worker_config(
         cpu_attn_threads=plan.attn_threads,
         pin_cpu_attn_threads=plan.pin,
         reserved_cores=plan.reserved,
+        profile=options.profile,
+        profile_dir=None if options.profile_dir is None else str(options.profile_dir),
         spin_us=_CUDA_SPIN_US if device == "cuda" else 0,
     )
 
@@ -255,4 +257,6 @@ def _scheduler_config(
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         enable_chunked_prefill=options.enable_chunked_prefill,
+        tpot_slo_s=None if options.tpot_slo_ms is None else options.tpot_slo_ms * 1e-3,
+        max_skipped_iterations=options.max_skipped_iterations,
     )

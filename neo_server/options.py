@@ -33,6 +33,18 @@ class Options:
     max_num_seqs: int | None = None
     max_num_batched_tokens: Annotated[int | None, Option(help="Tokens of one iteration.")] = None
     enable_chunked_prefill: bool = True
+    tpot_slo_ms: Annotated[
+        float | None, Option(help="Target for an iteration, kept where chunk sizes allow.")
+    ] = None
+    max_skipped_iterations: Annotated[
+        int, Option(help="In a row, that a CPU-request may be left out.", min=1)
+    ] = 32
+    profile: Annotated[
+        bool, Option(help="Measure stage times at start, unless they are stored.")
+    ] = True
+    profile_dir: Annotated[
+        Path | None, Option(help="Where they are stored. Default: ~/.cache/neo/profiles.")
+    ] = None
     scheduling_policy: Annotated[
         str,
         Option(

@@ -7,7 +7,7 @@ per decoded token. A candidate with a worth above its duration pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,18 +179,22 @@ def _fitting(cost: CostModel, count: int, tokens: TokensOf, skip: int, seconds: 
 def population(view: View, cost: CostModel, worth: Worth, present: int, mean: float) -> int:
     """Step 5: how many CPU-requests of ``mean`` tokens pay in the iterations to come.
 
-    Those are taken to be like the latest: a share of them holds prefills, the others only the
-    GPU's decodes; in either kind the CPU-requests may sit out. Two sub-batches have a fixed price,
-    so a few requests may not pay where many do.
+    They have to pay beside the GPU's decodes alone; how many, is chosen over a mix of such
+    iterations and of those with prefills, as frequent as they were lately. In either kind the
+    CPU-requests may sit out. Two sub-batches have a fixed price, so a few requests may not pay
+    where many do.
     """
     most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
-    kinds = [(1.0 - view.prefill_share, worth.decode_only)]
-    if view.prefill_share > 0.0:
+    # Prefills come no more often than sequences end; while caches fill they come in bursts.
+    ends = (worth.decode_only.gpu_rows + present) / view.mean_output if view.mean_output else 0.0
+    share = min(view.prefill_share, ends)
+    kinds = [(1.0 - share, worth.decode_only)]
+    if share > 0.0:
         n_new = max(int(view.prefill_tokens), 1)
         load = worth.decode_only.with_prefill(n_new, 0, moved=False, last=False)
-        kinds.append((view.prefill_share, load))
+        kinds.append((share, load))
 
-    def gain(count: int) -> float:
+    def gain(count: int, kinds: Sequence[tuple[float, Load]]) -> float:
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
@@ -205,12 +209,12 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         return value / spent
 
     layers = cost.num_layers
-    wanted, reached = present, gain(present) if present else 1.0
+    wanted, reached = present, gain(present, kinds) if present else 1.0
     bar = max(reached * 1.002, _LASTING_GAIN)
     count = present + 1
     while count <= most:
-        promised = gain(count)
-        if promised >= bar:
+        promised = gain(count, kinds)
+        if promised >= bar and gain(count, kinds[:1]) >= _GAIN:
             wanted, bar = count, promised * 1.002
         elif promised < reached and count > 2 * present + 16:
             break

@@ -18,7 +18,10 @@ from neo_server.policies.draft import Draft, decode_load
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
-_CONSIDERED = 4  # iterations between looks at further CPU-requests, which cost planning time
+# With more running sequences than this, whether further CPU-requests pay is looked at only every
+# few iterations, for the sake of planning time.
+_CROWD = 256
+_CONSIDERED = 4
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 
 
@@ -115,7 +118,8 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
         place = Place.GPU
         if not draft.can_admit(seq, Place.GPU, reserve):
             place = Place.CPU
-            if view.plan_id % _CONSIDERED and (len(gpu) or busy):
+            crowded = len(view.running) > _CROWD and view.plan_id % _CONSIDERED
+            if crowded and (len(gpu) or busy):
                 break
             if cpu_places < 0:
                 cpu_places = _cpu_places(draft, cost, worth, gpu, cpu, seq)

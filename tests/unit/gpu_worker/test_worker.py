@@ -37,7 +37,7 @@ class FakeServer(control_pb2_grpc.ControlServicer):
             model_path=str(folder),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=32),
             scheduler=SchedulerConfig(max_model_len=MAX_LEN),
-            worker=WorkerConfig(torch_threads=1, cpu_attn_timeout_s=20 * TIMEOUT_S),
+            worker=WorkerConfig(torch_threads=1, profile=False, cpu_attn_timeout_s=20 * TIMEOUT_S),
         )
         shape = make_geometry(ModelConfig.from_pretrained(folder), DType.FLOAT32, **geometry)
         self.segments = shm.create_all(shape)

@@ -34,6 +34,11 @@ class Case:
     seed: int
 
 
+def bound(case: Case) -> float:
+    """Of the largest error. Weights of more than four heads are one bf16 term where K is bf16."""
+    return BOUND[case.dtype] + (2e-3 if case.dtype == BF16 and case.group > 4 else 0.0)
+
+
 def edges(page_size: int, tokens: int, near: int) -> int:
     """Moves `tokens` beside a page edge for half of the draws."""
     if near > 2:
@@ -112,7 +117,13 @@ def run_case(case: Case) -> dict[str, tuple[nn.Array, nn.Array]]:
         }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,
+)
 @given(cases())
 def test_every_variant_equals_scalar_and_float64(case: Case) -> None:
     results = run_case(case)
@@ -121,7 +132,7 @@ def test_every_variant_equals_scalar_and_float64(case: Case) -> None:
     grain = 2.0**-24 if ACT[case.dtype] == F16 else 0.0
     for isa, (out, wanted) in results.items():
         assert np.isfinite(out).all(), isa
-        limit = BOUND[case.dtype] * np.abs(wanted).max() + grain
+        limit = bound(case) * np.abs(wanted).max() + grain
         assert np.abs(out - wanted).max() <= limit, isa
         assert np.abs(out - scalar).max() <= 2 * limit, isa
 

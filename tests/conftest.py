@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Stage times that gpu workers measure at their start are kept here, not in the user's home.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parent.parent / ".cache")
