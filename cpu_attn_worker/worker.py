@@ -6,7 +6,6 @@ any moment; what it had claimed is done by others.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -18,13 +17,13 @@ import grpc
 
 from cpu_attn_worker.core_leases import lease_cores, running_on
 from neo_native import AttentionWorker, Control, active_isa, segments
+from neo_native.lifetime import die_with_parent
 from protos import control_pb2, control_pb2_grpc
 
 logger = logging.getLogger("cpu_attn_worker")
 
 HEARTBEAT_S = 0.2
 REGISTER_TIMEOUT_S = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(RuntimeError):
@@ -48,7 +47,7 @@ def run(
     table is full, and neo_native's errors when the segments do not fit.
     """
     if spawned:
-        _die_with_parent()
+        die_with_parent()
     response = _register(server_address)
     attached = segments.attach_all(
         response.segments.instance_id,
@@ -166,10 +165,3 @@ def _leave_on_signal() -> Iterator[threading.Event]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-
-
-def _die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that spawned it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise WorkerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import grpc
 from gpu_worker.errors import GpuWorkerError
 from gpu_worker.worker import PLAN_MODES, GpuWorker, device_name
 from neo_native import NativeError
+from neo_native.lifetime import die_with_parent
 from neo_native.segments import SegmentSet, attach_all, gpu_worker_byte
 from protos import control_pb2, control_pb2_grpc
 from protos.config import EngineConfig
@@ -23,7 +23,6 @@ from protos.model_config import UnsupportedModelError
 logger = logging.getLogger("gpu_worker")
 
 CONTROL_TIMEOUT_S = 30.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LeaveFlag:
@@ -41,14 +40,6 @@ class LeaveFlag:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._set = True
-
-
-def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends. Linux."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
 
 
 def register(stub: control_pb2_grpc.ControlStub, rank: int) -> tuple[EngineConfig, SegmentSet]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,23 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, RowKind, SwapKind, check_plan
+from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
 from gpu_worker.sampler import SamplingParams
+from neo_native import RowKind, SwapKind
 
 if TYPE_CHECKING:
     from neo_native import Sequences, StepSlot
 
 Array = npt.NDArray[Any]
-
-__all__ = ["Plan", "PlanReader", "RowKind", "RowStatus", "SubBatch", "SwapKind"]
-
-
-class RowStatus(IntEnum):
-    """``neo::wire::RowStatus``."""
-
-    COMPUTED = 0
-    SAMPLED = 1
-    VOIDED = 2
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.batch import Plan, PlannedSwap, PrefillRow, RowStatus, SubBatch
+from gpu_worker.batch import Plan, PlannedSwap, PrefillRow, SubBatch
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.offload import Offload
-from gpu_worker.plan_check import SwapKind
 from gpu_worker.sampler import sample
 from gpu_worker.timing import StageTimer, StageTimes
+from neo_native import RowStatus, SwapKind
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ A bad plan is a bug of the server; running it would write into other sequences' 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import BadPlanError
+from neo_native import RowKind, SwapKind
 
 if TYPE_CHECKING:
     from neo_native import Sequences, StepSlot
@@ -21,22 +21,6 @@ Array = npt.NDArray[Any]
 
 
 UNKNOWN_TOKEN = -1  # of a decode: what its slot's row of the plan before sampled
-
-
-class RowKind(IntEnum):
-    """``neo::wire::RowKind``; rows of a sub-batch come in this order."""
-
-    PREFILL_GPU = 0
-    PREFILL_CPU = 1
-    DECODE_GPU = 2
-    DECODE_CPU = 3
-
-
-class SwapKind(IntEnum):
-    """``neo::wire::SwapKind``."""
-
-    OUT = 0
-    IN = 1
 
 
 @dataclass(frozen=True)

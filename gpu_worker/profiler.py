@@ -64,7 +64,7 @@ def profile_key(config: EngineConfig, device: str, world_size: int, threads: int
         "cpu_attn_threads": threads,
         "tp": world_size,
         "dtype": config.worker.dtype.value,
-        "kv_dtype": str(getattr(config.cache, "cpu_kv_cache_dtype", config.worker.dtype)),
+        "kv_dtype": config.cache.cpu_kv_cache_dtype.value,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
     }
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from neo_server.plan import Plan, RowKind, Rows, Seqs, View
+from neo_native import RowKind
+from neo_server.plan import Plan, Rows, Seqs, View
 
 
 class CostModel(Protocol):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
+from neo_native import RowStatus
 from neo_server.block_manager import BlockManager
 from neo_server.errors import (
     DuplicateRequestError,
@@ -21,7 +22,6 @@ from neo_server.errors import (
 from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.gpu_client import GpuLink
 from neo_server.metrics import Metrics, Throughput
-from neo_server.plan import RowStatus
 from neo_server.request import (
     Finish,
     FinishReason,

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from neo_native import RowKind
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -24,33 +26,10 @@ class Place(IntEnum):
     GPU = 1
     CPU = 2
 
-
-class RowKind(IntEnum):
-    """``RowKind`` of protos/wire.hpp."""
-
-    PREFILL_GPU = 0
-    PREFILL_CPU = 1
-    DECODE_GPU = 2
-    DECODE_CPU = 3
-
-    def __init__(self, value: int) -> None:
-        self.is_decode = value >= 2  # one token whose predecessors are all in the cache
-        self.place = Place.CPU if value % 2 else Place.GPU  # of the cache that receives K and V
-
-
-class RowStatus(IntEnum):
-    """``RowStatus`` of protos/wire.hpp."""
-
-    COMPUTED = 0
-    SAMPLED = 1
-    VOIDED = 2
-
-
-class SwapKind(IntEnum):
-    """``SwapKind`` of protos/wire.hpp."""
-
-    OUT = 0
-    IN = 1
+    @staticmethod
+    def of(kind: int) -> Place:
+        """The cache that receives K and V of a row of this kind."""
+        return Place.CPU if kind in (RowKind.PREFILL_CPU, RowKind.DECODE_CPU) else Place.GPU
 
 
 class Mode(StrEnum):

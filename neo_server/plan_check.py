@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from neo_native import RowKind
 from neo_server.errors import PlanError
-from neo_server.plan import Ints, Mode, Place, Plan, RowKind, Rows, Seqs, SeqView, View
+from neo_server.plan import Ints, Mode, Place, Plan, Rows, Seqs, SeqView, View
 
 
 def check_plan(plan: Plan, view: View) -> None:

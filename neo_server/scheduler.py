@@ -13,22 +13,13 @@ from operator import attrgetter
 
 import numpy as np
 
+from neo_native import RowKind, RowStatus, SwapKind
 from neo_server.block_manager import BlockManager
 from neo_server.columns import Columns, Waiting
 from neo_server.correction import CorrectedCost
 from neo_server.errors import PlanError
 from neo_server.metrics import Metrics
-from neo_server.plan import (
-    Ints,
-    Mode,
-    Place,
-    Plan,
-    RowKind,
-    Rows,
-    RowStatus,
-    SwapKind,
-    View,
-)
+from neo_server.plan import Ints, Mode, Place, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
 from neo_server.request import Sequence, State
@@ -273,7 +264,7 @@ class Scheduler:
         seq = self.waiting.pop(at)
         self.blocks.open_slot(seq)
         kind = next(int(b.kind[b.seq == seq_id][0]) for b in batches if seq_id in b.seq)
-        seq.state, seq.place = State.RUNNING, RowKind(kind).place
+        seq.state, seq.place = State.RUNNING, Place.of(kind)
         self.running[seq_id] = seq
         self._columns.put(seq)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from neo_server.plan import Ints, Plan, RowKind, SwapKind
+from neo_native import RowKind, SwapKind
+from neo_server.plan import Ints, Plan
 from neo_server.request import Sequence
 
 UNKNOWN_TOKEN = -1  # in the step ring: what the slot's row of the plan before samples

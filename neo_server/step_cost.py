@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from neo_native import RowKind
 from neo_server.cost_model import CostModel, Load, Stages, iteration_time
-from neo_server.plan import RowKind
 from neo_server.request import Sequence
 from neo_server.step import Step
 

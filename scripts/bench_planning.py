@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from neo_server.plan import RowStatus
+from neo_native import RowStatus
 from neo_server.policies import load_policy
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
 from neo_server.scheduler import Scheduler

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 import neo_native as native
 from gpu_worker import ops
-from gpu_worker.batch import PlanReader, RowKind, RowStatus
+from gpu_worker.batch import PlanReader
 from gpu_worker.executor import Executor
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.kv_pool import GpuCache
@@ -33,7 +33,7 @@ from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, load_weights
-from neo_native import Array, segments
+from neo_native import Array, RowKind, RowStatus, segments
 from protos.config import DType, KvCacheDType
 from protos.model_config import ModelConfig
 

@@ -1,3 +1,5 @@
+#include <pybind11/native_enum.h>
+
 #include <utility>
 
 #include "bindings/bindings.hpp"
@@ -50,6 +52,25 @@ void bind_enums_and_errors(py::module_& module) {
       .value("STARTING", wire::WorkerState::starting)
       .value("READY", wire::WorkerState::ready)
       .value("DRAINING", wire::WorkerState::draining);
+}
+
+// Values that travel in rows of plans and results: IntEnums, since numpy columns hold them.
+void bind_row_enums(py::module_& module) {
+  py::native_enum<wire::RowKind>(module, "RowKind", "enum.IntEnum")
+      .value("PREFILL_GPU", wire::RowKind::prefill_gpu)
+      .value("PREFILL_CPU", wire::RowKind::prefill_cpu)
+      .value("DECODE_GPU", wire::RowKind::decode_gpu)
+      .value("DECODE_CPU", wire::RowKind::decode_cpu)
+      .finalize();
+  py::native_enum<wire::RowStatus>(module, "RowStatus", "enum.IntEnum")
+      .value("COMPUTED", wire::RowStatus::computed)
+      .value("SAMPLED", wire::RowStatus::sampled)
+      .value("VOIDED", wire::RowStatus::voided)
+      .finalize();
+  py::native_enum<wire::SwapKind>(module, "SwapKind", "enum.IntEnum")
+      .value("OUT", wire::SwapKind::out)
+      .value("IN", wire::SwapKind::in)
+      .finalize();
 }
 
 SegmentPtr create_segment(int fd, wire::SegmentKind kind, const py::array& geometry,
@@ -138,6 +159,7 @@ void bind_layout(py::module_& module) {
   module.attr("Array") = py::module_::import("numpy").attr("ndarray");  // the stub's alias
   register_dtypes(module);
   bind_enums_and_errors(module);
+  bind_row_enums(module);
   bind_segment(module);
   bind_control(module);
   bind_sequences(module);

@@ -1,5 +1,6 @@
 """Typed stub of the extension. Every call that computes or waits releases the GIL."""
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,21 @@ class SegmentKind:
     EXCHANGE: SegmentKind
     CPU_CACHE: SegmentKind
     name: str
+
+class RowKind(IntEnum):
+    PREFILL_GPU = 0
+    PREFILL_CPU = 1
+    DECODE_GPU = 2
+    DECODE_CPU = 3
+
+class RowStatus(IntEnum):
+    COMPUTED = 0
+    SAMPLED = 1
+    VOIDED = 2
+
+class SwapKind(IntEnum):
+    OUT = 0
+    IN = 1
 
 class WorkerState:
     EMPTY: WorkerState

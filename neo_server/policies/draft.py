@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from neo_native import RowKind
 from neo_server.cost_model import Load
-from neo_server.plan import Ints, Place, Plan, RowKind, Rows, Seqs, SeqView, View
+from neo_server.plan import Ints, Place, Plan, Rows, Seqs, SeqView, View
 
 _KINDS = {
     (Place.GPU, False): RowKind.PREFILL_GPU,

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from neo_native import RowKind, RowStatus
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
 from neo_server.cost_model import CostModel, Load, Stages, iteration_time
 from neo_server.metrics import Metrics
-from neo_server.plan import Mode, RowKind, RowStatus
+from neo_server.plan import Mode
 from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
 from neo_server.scheduler import Scheduler

@@ -14,7 +14,7 @@ import torch
 
 import neo_native as native
 from gpu_worker import ops
-from gpu_worker.batch import PlanReader, RowKind, SwapKind
+from gpu_worker.batch import PlanReader
 from gpu_worker.executor import Executor, Outcome
 from gpu_worker.geometry_check import WIRE_DTYPES
 from gpu_worker.kv_pool import GpuCache
@@ -22,6 +22,7 @@ from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, load_weights
+from neo_native import RowKind, SwapKind
 from protos.config import DType
 from protos.model_config import ModelConfig
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.batch import RowKind, RowStatus, SwapKind
+from neo_native import RowKind, RowStatus, SwapKind
 from protos.config import DType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide

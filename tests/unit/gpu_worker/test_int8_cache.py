@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.batch import RowKind, SwapKind
 from gpu_worker.errors import GeometryError
 from gpu_worker.geometry_check import WIRE_KV_DTYPES, check_geometry
+from neo_native import RowKind, SwapKind
 from protos.config import CacheConfig, DType, EngineConfig, KvCacheDType, SchedulerConfig
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import BLOCK_SIZE, MAX_LEN, Rig, Row, make_geometry

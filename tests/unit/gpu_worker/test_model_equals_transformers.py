@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.batch import RowKind
 from gpu_worker.ops import attention
 from gpu_worker.ops.rope import inverse_frequencies
+from neo_native import RowKind
 from protos.config import DType
 from protos.model_config import ModelConfig, UnsupportedModelError
 from tests.helpers.engine_rig import Rig, Row

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpu_worker.batch import RowKind, SwapKind
 from gpu_worker.errors import BadPlanError
+from neo_native import RowKind, SwapKind
 from tests.helpers.engine_rig import MAX_LEN, MAX_ROWS, MAX_SLOTS, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
 from tests.helpers.tiny_llama import make_checkpoint

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import neo_native as native
-from gpu_worker.batch import RowKind, RowStatus
+from neo_native import RowKind, RowStatus
 from neo_native import segments as shm
 from protos import control_pb2, control_pb2_grpc
 from protos.config import CacheConfig, DType, EngineConfig, SchedulerConfig, WorkerConfig

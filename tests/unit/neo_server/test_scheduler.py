@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neo_native import RowKind
 from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError, PlanError
-from neo_server.plan import Place, Plan, PlanRow, RowKind, Rows, Seqs, SeqView, View
+from neo_server.plan import Place, Plan, PlanRow, Rows, Seqs, SeqView, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import POLICIES, load_policy
 from neo_server.request import State
