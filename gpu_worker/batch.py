@@ -113,7 +113,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class PlanColumns:
     """Columns of the plan's rows, and of its tokens in row order."""
 
     slots: npt.NDArray[np.uint32]
@@ -140,7 +140,7 @@ class PlanReader:
         header = step.header
         n_rows = [int(n) for n in header["n_rows"]]
         rows = step.rows[: sum(n_rows)]
-        columns = _columns(rows, step.tokens)
+        columns = plan_columns(rows, step.tokens)
         bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
         sampled = np.flatnonzero(rows["sample"])
         return Plan(
@@ -153,10 +153,10 @@ class PlanReader:
             ),
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
-            sampling=self._sampling(columns, sampled),
+            sampling=sampling_params(self._sequences, columns, sampled),
         )
 
-    def _sub_batch(self, channel: int, bound: slice, rows: _Rows, sample: Array) -> SubBatch:
+    def _sub_batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> SubBatch:
         base = int(rows.first[bound.start])
         tokens = slice(base, int(rows.first[bound.stop]))
         last = rows.first[bound.start + 1 : bound.stop + 1] - 1 - base
@@ -183,12 +183,12 @@ class PlanReader:
             continued=_continued(ids, last, bound, rows),
         )
 
-    def _store(self, span: slice, rows: _Rows, base: int) -> tuple[slice, Tensor]:
+    def _store(self, span: slice, rows: PlanColumns, base: int) -> tuple[slice, Tensor]:
         tokens = _token_span(span, rows)
         index = self._flat_index(rows.token_slots[tokens], rows.token_positions[tokens])
         return slice(tokens.start - base, tokens.stop - base), self._tensor(index)
 
-    def _prefill(self, row: int, rows: _Rows, base: int, on_cpu: bool) -> PrefillRow:
+    def _prefill(self, row: int, rows: PlanColumns, base: int, on_cpu: bool) -> PrefillRow:
         slot, start, new = int(rows.slots[row]), int(rows.starts[row]), int(rows.counts[row])
         first = int(rows.first[row]) - base
         earlier = mask = None
@@ -199,7 +199,7 @@ class PlanReader:
             earlier = self._tensor(self._flat_index(np.uint32(slot), np.arange(start)))
         return PrefillRow(slot, start, slice(first, first + new), on_cpu, earlier, mask)
 
-    def _gpu_decodes(self, span: slice | None, rows: _Rows, base: int) -> GpuDecodes | None:
+    def _gpu_decodes(self, span: slice | None, rows: PlanColumns, base: int) -> GpuDecodes | None:
         if span is None:
             return None
         tokens = _token_span(span, rows)
@@ -223,17 +223,6 @@ class PlanReader:
                 index = self._flat_index(swap["slot"], np.arange(int(swap["n_tokens"])))
                 yield PlannedSwap(int(swap["slot"]), kind, self._tensor(index))
 
-    def _sampling(self, rows: _Rows, sampled: npt.NDArray[np.intp]) -> SamplingParams:
-        params = self._sequences.params[rows.slots[sampled]]
-        return SamplingParams(
-            seeds=params["seed"],
-            positions=(rows.starts + rows.counts)[sampled].astype(np.uint32),
-            temperature=params["temperature"],
-            top_k=params["top_k"],
-            top_p=params["top_p"],
-            min_p=params["min_p"],
-        )
-
     def _flat_index(self, slots: Array | np.uint32, positions: Array) -> npt.NDArray[np.int64]:
         size = self._limits.block_size
         blocks = self._sequences.block_table[slots, positions // size].astype(np.int64)
@@ -243,13 +232,29 @@ class PlanReader:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _columns(rows: Array, tokens: Array) -> _Rows:
+def sampling_params(
+    sequences: Sequences, rows: PlanColumns, sampled: npt.NDArray[np.intp]
+) -> SamplingParams:
+    """Of the plan's sampled rows."""
+    params = sequences.params[rows.slots[sampled]]
+    return SamplingParams(
+        seeds=params["seed"],
+        positions=(rows.starts + rows.counts)[sampled].astype(np.uint32),
+        temperature=params["temperature"],
+        top_k=params["top_k"],
+        top_p=params["top_p"],
+        min_p=params["min_p"],
+    )
+
+
+def plan_columns(rows: Array, tokens: Array) -> PlanColumns:
+    """``rows``: StepRow [rows] of a step; ``tokens``: its token ids."""
     counts = rows["n_new"].astype(np.int64)
     starts = rows["start"].astype(np.int64)
     first = np.concatenate(([0], counts.cumsum()))
     within = np.arange(first[-1]) - np.repeat(first[:-1], counts)
     slots = rows["slot"].copy()
-    return _Rows(
+    return PlanColumns(
         slots=slots,
         kinds=rows["kind"].copy(),
         starts=starts,
@@ -273,7 +278,7 @@ def _kind_spans(kinds: Array, offset: int) -> dict[RowKind, slice]:
     return spans
 
 
-def _token_span(span: slice, rows: _Rows) -> slice:
+def _token_span(span: slice, rows: PlanColumns) -> slice:
     return slice(int(rows.first[span.start]), int(rows.first[span.stop]))
 
 
@@ -282,7 +287,7 @@ def _range(span: slice | None) -> range:
 
 
 def _continued(
-    ids: npt.NDArray[np.int64], last: npt.NDArray[np.int64], bound: slice, rows: _Rows
+    ids: npt.NDArray[np.int64], last: npt.NDArray[np.int64], bound: slice, rows: PlanColumns
 ) -> Continued | None:
     """``ids``: of the sub-batch's tokens; ``last``: each row's last token in it."""
     within = np.flatnonzero(ids[last] == UNKNOWN_TOKEN)
@@ -292,7 +297,7 @@ def _continued(
     return Continued(tokens=last[within], rows=at, slots=rows.slots[at])
 
 
-def _cpu_decodes(span: slice | None, rows: _Rows, base: int) -> CpuDecodes | None:
+def _cpu_decodes(span: slice | None, rows: PlanColumns, base: int) -> CpuDecodes | None:
     if span is None:
         return None
     tokens = _token_span(span, rows)

@@ -85,6 +85,31 @@ class Executor:
         self._cache = cache
         self._offload = offload
         self._continuation = Continuation(model.device)
+        self._done: Outcome | None = None
+
+    @property
+    def pending(self) -> int:
+        """Plans submitted and not collected."""
+        return int(self._done is not None)
+
+    @property
+    def full(self) -> bool:
+        """No plan can be submitted before one is collected."""
+        return self._done is not None
+
+    def ready(self) -> bool:
+        """The oldest plan is through."""
+        return self._done is not None
+
+    def submit(self, plan: Plan) -> None:
+        """Computes the plan and keeps what it gave."""
+        self._done = self.run(plan)
+
+    def collect(self) -> Outcome:
+        """What the submitted plan gave."""
+        assert self._done is not None, "collect without submit"
+        done, self._done = self._done, None
+        return done
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:

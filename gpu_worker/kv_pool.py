@@ -70,11 +70,13 @@ def num_gpu_blocks(
     scheduler: SchedulerConfig,
     itemsize: int,
     device: torch.device,
+    activations: int | None = None,
 ) -> int:
     """How many blocks the configuration asks for or the device has room for.
 
     In this order: ``num_gpu_blocks_override``; ``kv_cache_memory_bytes``;
     ``gpu_memory_utilization`` of a CUDA device (weights must be loaded already); 1 GiB on a CPU.
+    ``activations``: bytes that iterations will still allocate, where that was measured.
     Raises ``CacheSizeError`` when that is not even one block.
     """
     if cache.num_gpu_blocks_override is not None:
@@ -84,7 +86,9 @@ def num_gpu_blocks(
     elif device.type == "cuda":
         source = f"gpu_memory_utilization {cache.gpu_memory_utilization}"
         free, total = torch.cuda.mem_get_info(device)
-        reserve = activation_bytes(config, scheduler, itemsize)
+        reserve = (
+            activation_bytes(config, scheduler, itemsize) if activations is None else activations
+        )
         budget = int(total * cache.gpu_memory_utilization) - (total - free) - reserve
     else:
         source, budget = "the default on a CPU", CPU_DEFAULT_BYTES

@@ -5,36 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from gpu_worker import ops
-from gpu_worker.batch import Plan, PlanReader
+from gpu_worker.backends import Parts, make_backend
 from gpu_worker.errors import DeviceError
-from gpu_worker.executor import Executor, Outcome
+from gpu_worker.executor import Outcome
 from gpu_worker.geometry_check import check_geometry
-from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
 from gpu_worker.model import LlamaModel
-from gpu_worker.offload import Offload
-from gpu_worker.plan_check import PlanLimits
-from gpu_worker.profiler import WORKERS_WAIT_S, Profiler, load_or_profile, profile_key
+from gpu_worker.profiler import WORKERS_WAIT_S, load_or_profile, profile_key
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
-from neo_native import (
-    Array,
-    Control,
-    CpuCache,
-    Exchange,
-    ResultProducer,
-    Sequences,
-    StepConsumer,
-)
+from neo_native import Array, Control, ResultProducer, StepConsumer
 from neo_native.segments import SERVER_BYTE, SegmentSet
-from protos.config import EngineConfig, WorkerConfig
+from protos.config import EngineConfig
 from protos.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how soon an idle worker notices that the server is gone
+BUSY_POLL_S = 50e-6  # between looks at the step ring while a plan runs
 FULL_RING_PAUSE_S = 0.001
 READY = 2  # WorkerState of protos/wire.hpp
 PLAN_MODES = ("gpu_only", "one_batch", "two_batches")  # kinds of plan that the executor runs
@@ -60,45 +51,16 @@ class GpuWorker:
         model_config = ModelConfig.from_pretrained(config.model_path)
         check_geometry(geometry, model_config, config, rank)
         model = _load_model(config, model_config, self.device)
-        self.num_gpu_blocks = num_gpu_blocks(
-            model_config, config.cache, config.scheduler, model.dtype.itemsize, self.device
-        )
-        cache = GpuCache(
-            model_config, self.num_gpu_blocks, config.cache.block_size, model.dtype, self.device
-        )
         self._segments = segments
         self._asked_to_leave = asked_to_leave
         self._rank = rank
         self._control = Control(segments.control)
-        sequences = Sequences(segments.sequences, geometry)
-        offload = Offload(
-            Exchange(self._control, segments.work, segments.exchange, geometry),
-            CpuCache(segments.cpu_cache, sequences, geometry, span_threads(config.worker)),
-            geometry,
-            model.dtype,
-            self.device,
-            config.worker.cpu_attn_timeout_s,
-            keep_waiting=lambda: not self.leaving(),
-        )
-        self._executor = Executor(model, cache, offload)
-        self._profiler = Profiler(
-            model,
-            cache,
-            offload,
-            config.scheduler.max_num_batched_tokens,
-            min(
-                config.scheduler.max_num_seqs,
-                *map(int, (geometry["max_slots"], geometry["max_rows"])),
-            ),
-            int(geometry["max_pages"]) * int(geometry["page_size"]),
-        )
+        parts = Parts(config, model, segments, self._control, lambda: not self.leaving())
+        self._backend = make_backend(parts)
+        self.num_gpu_blocks = self._backend.num_gpu_blocks
         self._config = config
         self._world_size = int(geometry["world_size"])
         self._has_pages = int(geometry["n_pages"]) > 0
-        limits = PlanLimits.from_geometry(
-            geometry, self.num_gpu_blocks, config.scheduler.max_model_len, model_config.vocab_size
-        )
-        self._reader = PlanReader(sequences, limits, self.device)
         # The lock of this rank is held, so whoever the rings still name is dead.
         self._steps = StepConsumer(segments.steps, geometry, takeover=True)
         self._results = ResultProducer(segments.results, geometry, takeover=True)
@@ -110,7 +72,7 @@ class GpuWorker:
         threads = self._wait_for_cpu_threads() if self._has_pages else 0
         key = profile_key(self._config, device_name(self.device), self._world_size, threads)
         folder = self._config.worker.profile_dir
-        return load_or_profile(key, folder, lambda: self._profiler.run(threads))
+        return load_or_profile(key, folder, lambda: self._backend.profiler.run(threads))
 
     def _wait_for_cpu_threads(self) -> int:
         """Attention threads of all workers, once those that the server starts are there."""
@@ -124,14 +86,21 @@ class GpuWorker:
             time.sleep(POLL_S / 10)
 
     def run(self) -> None:
-        """Serves plans until it is time to leave. Raises ``BadPlanError``."""
+        """Serves plans until it is time to leave. Raises ``BadPlanError``.
+
+        A plan that is there is submitted before the one ahead of it is collected, so that the
+        device goes from one to the next without the host.
+        """
+        runner = self._backend.runner
         while not self.leaving():
-            plan = self.recv_plan()
-            if plan is None:
-                continue
-            outcome = self._executor.run(plan)
-            self._steps.release()
-            self.send_result(outcome)
+            wait_s = POLL_S if runner.pending == 0 else BUSY_POLL_S
+            if not runner.full and (plan := self.recv_plan(wait_s)) is not None:
+                runner.submit(plan)
+                self._steps.release()
+            elif runner.full or runner.ready():
+                self.send_result(runner.collect())
+        while runner.pending:
+            self.send_result(runner.collect())
 
     def leaving(self) -> bool:
         """The server is gone or stopping, or a signal asked this process to leave."""
@@ -141,12 +110,12 @@ class GpuWorker:
             or not self._segments.is_locked(SERVER_BYTE)
         )
 
-    def recv_plan(self) -> Plan | None:
-        """The oldest plan on the step ring, or None when none came for ``POLL_S``."""
-        if not self._steps.wait(POLL_S):
+    def recv_plan(self, wait_s: float = POLL_S) -> Any:
+        """The oldest plan on the step ring, or None when none came within ``wait_s``."""
+        if not self._steps.wait(wait_s):
             return None
         step = self._steps.front()
-        return None if step is None else self._reader.read(step)
+        return None if step is None else self._backend.reader.read(step)
 
     def send_result(self, outcome: Outcome) -> None:
         """Puts the outcome on the result ring, waiting for room while the server lives."""
@@ -177,11 +146,6 @@ def write_header(header: Array, outcome: Outcome, rank: int) -> None:
     header["swap"] = times.swap
     header["head"] = times.head
     header["cpu_tasks"] = outcome.cpu_tasks
-
-
-def span_threads(worker: WorkerConfig) -> int:
-    """How many threads copy a long span to or from the CPU-cache: of cores that are not leased."""
-    return worker.torch_threads or max(1, worker.reserved_cores)
 
 
 def select_device(config: EngineConfig, rank: int) -> torch.device:

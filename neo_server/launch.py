@@ -201,6 +201,8 @@ def _worker_config(
         device=device,
         dtype=dtype,
         load_format=options.load_format,
+        kernel_backend=options.kernel_backend,
+        enforce_eager=options.enforce_eager,
         seed=options.seed,
         torch_threads=plan.torch_threads,
         cpu_attn_workers=_given(options.cpu_attn_workers),

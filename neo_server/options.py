@@ -13,6 +13,7 @@ from protos.config import KvCacheDType
 Device = Literal["auto", "cpu", "cuda"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+KernelBackend = Literal["auto", "torch", "triton"]
 DEFAULT_CONTROL_PORT = 50052
 
 
@@ -64,6 +65,10 @@ class Options:
     dtype: DTypeChoice = "auto"
     device: Device = "auto"
     load_format: Annotated[LoadFormat, Option(help="dummy: random weights.")] = "auto"
+    kernel_backend: Annotated[
+        KernelBackend, Option(help="auto: Triton where the device has what it needs.")
+    ] = "auto"
+    enforce_eager: Annotated[bool, Option(help="No CUDA graphs.")] = False
     cpu_attn_workers: Annotated[
         int | None, Option(help="Processes that the server runs. Default: 2; gpu-only: 0.")
     ] = None

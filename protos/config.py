@@ -91,6 +91,9 @@ class WorkerConfig(_Frozen):
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: DType = DType.FLOAT32  # of weights, activations and GPU-cache
+    # auto: Triton kernels on CUDA devices of capability 8.0 or newer, else plain PyTorch
+    kernel_backend: Literal["auto", "torch", "triton"] = "auto"
+    enforce_eager: bool = False  # no CUDA graphs
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0  # of dummy weights
     torch_threads: NonNegative = 0  # 0: PyTorch's choice

@@ -22,7 +22,7 @@
 namespace neo::wire {
 
 inline constexpr std::uint64_t kMagic = 0x0031'4d48'534f'454eULL;  // "NEOSHM1\0", little endian
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 inline constexpr std::uint32_t kChannels = 2;  // one per sub-batch
 inline constexpr std::uint32_t kMaxCores = 1024;
 
@@ -99,7 +99,10 @@ struct alignas(64) ServerRow {
   std::int32_t pid;
   std::uint32_t stopping;  // [atomic] 1: workers leave
   std::uint32_t active;    // [atomic] plans with CPU-requests in flight; cpu workers spin while > 0
-  std::uint8_t reserved[52];
+  // [atomic] Those of them whose publishes come from a device, which can wake nobody: while > 0 cpu
+  // workers spin without an end.
+  std::uint32_t device_plans;
+  std::uint8_t reserved[48];
 };
 
 struct alignas(64) WorkerRow {

@@ -51,11 +51,14 @@ void WorkerThread::run() {
   }
 }
 
-// Spins while a plan with CPU-requests is in flight and the last work is recent, else sleeps. A
+// Spins while a plan with CPU-requests is in flight and the last work is recent, or while a device
+// publishes, whose store wakes nobody; else sleeps. A
 // thread that only waits for others' claims sleeps for a lease at most: then it may take one over.
 void WorkerThread::rest(bool waiting, std::uint64_t bell, std::uint64_t idle_since_ns) {
   const bool active = waiting || ipc::load_acquire(&shared_.control.server()->active) != 0;
-  if (active && ipc::now_ns() - idle_since_ns < std::uint64_t{geometry_.spin_us} * 1000) {
+  const bool device = ipc::load_acquire(&shared_.control.server()->device_plans) != 0;
+  if (device ||
+      (active && ipc::now_ns() - idle_since_ns < std::uint64_t{geometry_.spin_us} * 1000)) {
     for (int i = 0; i < 32; ++i) ipc::spin_pause();
     return;
   }

@@ -104,6 +104,35 @@ py::array worker_rows_copy(const layout::Control& control) {
                    {static_cast<py::ssize_t>(control.geometry().max_workers)}, control.worker(0));
 }
 
+// Offsets in bytes from the start of each segment, for kernels of a device that reads and writes
+// the segments directly.
+py::dict device_layout(const py::array& geometry) {
+  const wire::Geometry g = to_geometry(geometry);
+  layout::validate_geometry(g);
+  const layout::WorkLayout work(g);
+  const layout::ExchangeLayout exchange(g);
+  const layout::CacheLayout cache(g);
+  py::dict at;
+  at["channel"] = work.channels;
+  at["channel_bytes"] = sizeof(wire::Channel);
+  at["published"] = offsetof(wire::Channel, published);
+  at["done"] = offsetof(wire::Channel, done);
+  at["abort"] = offsetof(wire::Channel, abort);
+  at["tasks"] = work.tasks;
+  at["q"] = exchange.q;
+  at["q_row_bytes"] = exchange.q_row_bytes;
+  at["areas"] = exchange.areas;
+  at["area_bytes"] = exchange.area_bytes;
+  at["worker_area_bytes"] = exchange.worker_area_bytes;
+  at["tiles"] = cache.tile(g, 0, 0, 0);
+  at["tile_bytes"] = cache.tile_bytes;
+  at["scales"] = cache.scales_at(g);
+  at["task_epoch_shift"] = wire::kTaskEpochShift;
+  at["task_worker_shift"] = wire::kTaskWorkerShift;
+  at["task_field_mask"] = wire::kTaskFieldMask;
+  return at;
+}
+
 void bind_control(py::module_& module) {
   using layout::Control;
   py::class_<Control, std::shared_ptr<Control>>(module, "Control")
@@ -163,6 +192,7 @@ void bind_layout(py::module_& module) {
   bind_segment(module);
   bind_control(module);
   bind_sequences(module);
+  module.def("device_layout", &device_layout, py::arg("geometry"));
   module.def(
       "validate_geometry",
       [](const py::array& geometry) { layout::validate_geometry(to_geometry(geometry)); },

@@ -29,6 +29,25 @@ void begin_plan(Exchange& exchange, std::uint64_t plan_id, const ArrayPair& slot
   exchange.begin_plan(plan_id, rows);
 }
 
+py::tuple announce(Exchange& exchange, std::uint64_t plan_id, const ArrayPair& slots,
+                   const ArrayPair& seq_lens) {
+  const std::array<offload::DecodeRows, wire::kChannels> rows{
+      decode_rows(slots.first, seq_lens.first), decode_rows(slots.second, seq_lens.second)};
+  const offload::Announced plan = exchange.announce(plan_id, rows);
+  py::tuple channels(wire::kChannels);
+  for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
+    const auto n = static_cast<py::ssize_t>(plan.rows[c].size());
+    py::array_t<std::uint32_t> tasks({n, py::ssize_t{2}});
+    auto cell = tasks.mutable_unchecked<2>();
+    for (py::ssize_t i = 0; i < n; ++i) {
+      cell(i, 0) = plan.rows[c][static_cast<std::size_t>(i)].first_task;
+      cell(i, 1) = plan.rows[c][static_cast<std::size_t>(i)].n_splits;
+    }
+    channels[c] = py::make_tuple(plan.first_epoch[c], plan.n_tasks[c], tasks);
+  }
+  return channels;
+}
+
 std::byte* channel_data(const Exchange& exchange, std::uint32_t channel, const py::array& array,
                         const char* name, bool writable) {
   const wire::Geometry& g = exchange.geometry();
@@ -74,6 +93,10 @@ void bind_exchange(py::module_& module) {
           },
           py::arg("channel"), py::arg("out"))
       .def("end_plan", &Exchange::end_plan)
+      .def("announce", &announce, py::arg("plan_id"), py::arg("slots"), py::arg("seq_lens"))
+      .def("abort_through", &Exchange::abort_through, py::arg("channel"), py::arg("epoch"))
+      .def("done_epoch", &Exchange::done_epoch, py::arg("channel"))
+      .def("retire", &Exchange::retire, py::arg("plan_id"))
       .def("n_tasks", &Exchange::n_tasks, py::arg("channel"))
       .def("live_workers", &Exchange::live_workers);
 }

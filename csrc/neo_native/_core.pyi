@@ -54,6 +54,9 @@ class WorkerState:
     DRAINING: WorkerState
     name: str
 
+def device_layout(geometry: Array) -> dict[str, int]:
+    """Byte offsets into the work, exchange and cpu_cache segments, for a device's kernels."""
+
 def validate_geometry(geometry: Array) -> None:
     """`geometry`: 0-d array of geometry_dtype. Raises ValueError that names field, value, limit."""
 
@@ -233,6 +236,18 @@ class Exchange:
     def collect(self, channel: int, out: Array) -> None:
         """Merges the splits by log-sum-exp into out: [n, n_heads, head_dim] in act_dtype."""
     def end_plan(self) -> None: ...  # aborts what is not done
+    def announce(
+        self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
+    ) -> tuple[tuple[int, int, Array], ...]:
+        """As begin_plan, for a plan whose publishes and waits a device does; several may be
+        announced. Per channel: the epoch of layer 0 (0: no rows), the number of tasks, and uint32
+        [rows, 2] first task and splits of each row. Raises NativeError while the descriptor's slot
+        is another plan's.
+        """
+    def abort_through(self, channel: int, epoch: int) -> None:
+        """Gives up the channel's jobs up to this epoch."""
+    def done_epoch(self, channel: int) -> int: ...  # of the channel's last finished job
+    def retire(self, plan_id: int) -> None: ...  # the device is through with the plan
     def n_tasks(self, channel: int) -> int: ...  # of the plan's jobs on this channel
     def live_workers(self) -> int: ...  # rows whose state is ready
 

@@ -37,6 +37,7 @@ Exchange::Exchange(std::shared_ptr<layout::Control> control, std::shared_ptr<ipc
   }
   for (std::uint32_t plan = 0; plan < geometry_.n_plans; ++plan) retire_desc(plan);
   ipc::store_release(&control_->server()->active, 0u);
+  ipc::store_release(&control_->server()->device_plans, 0u);
 }
 
 Exchange::~Exchange() {
@@ -117,9 +118,9 @@ void Exchange::write_desc(std::uint64_t plan_id) {
   }
 }
 
-void Exchange::begin_plan(std::uint64_t plan_id,
-                          const std::array<DecodeRows, wire::kChannels>& rows) {
-  if (in_plan_) throw NativeError("begin_plan before end_plan of the plan in flight");
+// True: the plan has rows.
+bool Exchange::prepare(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows) {
+  if (in_plan_) throw NativeError("a plan begins before end_plan of the plan in flight");
   if (rows[0].n + rows[1].n > geometry_.max_rows) {
     throw std::invalid_argument("the plan has " + std::to_string(rows[0].n + rows[1].n) +
                                 " rows; max_rows is " + std::to_string(geometry_.max_rows));
@@ -128,8 +129,14 @@ void Exchange::begin_plan(std::uint64_t plan_id,
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) prepare_channel(c, rows[c]);
   plan_ = static_cast<std::uint32_t>(plan_id % geometry_.n_plans);
   write_desc(plan_id);
+  return rows[0].n + rows[1].n != 0;
+}
+
+void Exchange::begin_plan(std::uint64_t plan_id,
+                          const std::array<DecodeRows, wire::kChannels>& rows) {
+  const bool has_rows = prepare(plan_id, rows);
   in_plan_ = true;
-  if (rows[0].n + rows[1].n == 0) return;
+  if (!has_rows) return;
   ipc::add(&control_->server()->active, 1u);
   // Workers that spin are woken here, ahead of the first publish, which may come from a device.
   ipc::ring(work_.bell(), ipc::load_relaxed(&work_.bell()->value) + 1);
@@ -223,6 +230,54 @@ void Exchange::end_plan() {
   retire_desc(plan_);
   if (had_rows) ipc::sub(&control_->server()->active, 1u);
   in_plan_ = false;
+}
+
+Announced Exchange::announce(std::uint64_t plan_id,
+                             const std::array<DecodeRows, wire::kChannels>& rows) {
+  const wire::WorkDesc* desc = work_.desc(static_cast<std::uint32_t>(plan_id % geometry_.n_plans));
+  if (desc->first_epoch[0] != 0 || desc->first_epoch[1] != 0) {
+    throw NativeError("plan " + std::to_string(plan_id) + " is announced before plan " +
+                      std::to_string(desc->plan_id) + " is retired");
+  }
+  const bool has_rows = prepare(plan_id, rows);
+  Announced announced{};
+  for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
+    announced.first_epoch[c] = channels_[c].first_epoch;
+    announced.n_tasks[c] = channels_[c].n_tasks;
+    announced.rows[c].swap(channels_[c].rows);
+  }
+  if (!has_rows) return announced;
+  ipc::add(&control_->server()->active, 1u);
+  ipc::add(&control_->server()->device_plans, 1u);
+  ipc::ring(work_.bell(), ipc::load_relaxed(&work_.bell()->value) + 1);
+  return announced;
+}
+
+void Exchange::abort_through(std::uint32_t channel, std::uint64_t epoch) {
+  state(channel);  // bounds
+  ipc::max_store(&work_.channel(channel)->abort, epoch);
+}
+
+std::uint64_t Exchange::done_epoch(std::uint32_t channel) const {
+  state(channel);  // bounds
+  return ipc::load_acquire(&work_.channel(channel)->done.value);
+}
+
+void Exchange::retire(std::uint64_t plan_id) {
+  const auto plan = static_cast<std::uint32_t>(plan_id % geometry_.n_plans);
+  const wire::WorkDesc* desc = work_.desc(plan);
+  if (desc->plan_id != plan_id) throw NativeError("retire of a plan that was not announced");
+  bool had_rows = false;
+  for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
+    if (desc->first_epoch[c] == 0) continue;
+    had_rows = true;
+    const std::uint64_t last = desc->first_epoch[c] + desc->n_layers - 1;
+    if (!ipc::reached(&work_.channel(c)->done, last)) abort_through(c, last);
+  }
+  retire_desc(plan);
+  if (!had_rows) return;
+  ipc::sub(&control_->server()->device_plans, 1u);
+  ipc::sub(&control_->server()->active, 1u);
 }
 
 }  // namespace neo::offload

@@ -3,7 +3,12 @@
 //   begin_plan ─▶ for each layer and channel with rows: publish ─▶ wait ─▶ collect ─▶ end_plan
 //                                                        └ time is up ─▶ abort
 //
-// One plan at a time, one job in flight per channel. Not thread-safe.
+// One plan at a time, one job in flight per channel. Or, where a device publishes and waits
+//
+//   announce ─▶ (the device, for each layer and channel: publish, wait, collect) ─▶ retire
+//                                                     └ time is up ─▶ abort_through
+//
+// with as many plans in flight as there are descriptor slots. Not thread-safe.
 #pragma once
 
 #include <array>
@@ -22,6 +27,13 @@ struct DecodeRows {
   const std::uint32_t* slots;
   const std::uint32_t* seq_lens;
   std::size_t n;
+};
+
+// What a device needs to know of a plan: job e of layer l has epoch first_epoch + l.
+struct Announced {
+  std::array<std::uint64_t, wire::kChannels> first_epoch;
+  std::array<std::vector<wire::WorkRow>, wire::kChannels> rows;
+  std::array<std::uint32_t, wire::kChannels> n_tasks;
 };
 
 class Exchange {
@@ -45,6 +57,16 @@ class Exchange {
   void collect(std::uint32_t channel, std::byte* out);
   void end_plan();
 
+  // Writes the descriptor and wakes the pool, which spins until the plan is retired. Throws as
+  // begin_plan does, and NativeError while the descriptor's slot is another plan's.
+  Announced announce(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
+  // Gives up every job of the channel up to this epoch.
+  void abort_through(std::uint32_t channel, std::uint64_t epoch);
+  // The epoch of the channel's last finished job.
+  std::uint64_t done_epoch(std::uint32_t channel) const;
+  // Once the device is through with the plan.
+  void retire(std::uint64_t plan_id);
+
   std::uint32_t live_workers() const { return control_->ready_workers(); }
   std::size_t n_rows(std::uint32_t channel) const;
   std::uint32_t n_tasks(std::uint32_t channel) const { return state(channel).n_tasks; }
@@ -62,6 +84,7 @@ class Exchange {
   const ChannelState& state(std::uint32_t channel) const;
   ChannelState& state(std::uint32_t channel);
   void check_rows(const DecodeRows& rows) const;
+  bool prepare(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
   void prepare_channel(std::uint32_t channel, const DecodeRows& rows);
   void write_desc(std::uint64_t plan_id);
   void retire_desc(std::uint32_t plan);

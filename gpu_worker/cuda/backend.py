@@ -1,0 +1,109 @@
+"""Builds the CUDA path: buffers, cache, pinned segments, kernels, graphs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from gpu_worker.backends import Backend, Parts, span_threads
+from gpu_worker.cuda.buffers import Buffers
+from gpu_worker.cuda.exchange import DeviceExchange
+from gpu_worker.cuda.executor import CudaExecutor
+from gpu_worker.cuda.graphs import Graphs
+from gpu_worker.cuda.plan import HostPlanReader
+from gpu_worker.cuda.profiler import CudaProfiler
+from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.errors import DeviceError
+from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
+
+logger = logging.getLogger(__name__)
+
+GRAPH_RESERVE = 1 << 30  # bytes kept free for captured graphs and what libraries load later
+
+
+def make_cuda_backend(parts: Parts) -> Backend:
+    """Everything allocated, loaded and captured: plans allocate nothing that lasts."""
+    config, model = parts.config, parts.model
+    device = model.device
+    torch.cuda.set_device(device)
+    sequences = parts.sequences()
+    offloads = config.cache.kv_offloading_size > 0
+    trial = parts.limits(1)
+    layout = HostPlanReader(sequences, trial).layout
+    buffers = Buffers(model.config, trial, layout, model.dtype, device, two_batches=offloads)
+    if offloads:
+        buffers.stage_for(model.config, parts.longest)
+    blocks = num_gpu_blocks(
+        model.config,
+        config.cache,
+        config.scheduler,
+        model.dtype.itemsize,
+        device,
+        activations=_transient_bytes(parts, buffers) + GRAPH_RESERVE,
+    )
+    cache = GpuCache(model.config, blocks, config.cache.block_size, model.dtype, device)
+    logger.info(
+        "GPU-cache: %d blocks of %d tokens, %.2f GiB", blocks, config.cache.block_size,
+        cache.blocks.numel() * cache.blocks.element_size() / 2**30,
+    )  # fmt: skip
+    reader = HostPlanReader(sequences, parts.limits(blocks))
+    native = parts.exchange()
+    exchange = None
+    if offloads:
+        timeout = config.worker.cpu_attn_timeout_s
+        exchange = DeviceExchange(native, parts.segments, reader, model.dtype, timeout, device)
+    stages = Stages(model, cache, buffers, exchange, config.scheduler.max_model_len)
+    with torch.inference_mode():
+        _warm_up(stages, trial.max_tokens)
+        graphs = None
+        if not config.worker.enforce_eager:
+            graphs = Graphs(stages, trial.max_rows)
+            graphs.capture(offload=exchange is not None, pairs=exchange is not None)
+    runner = CudaExecutor(
+        stages,
+        cache,
+        reader.layout,
+        graphs,
+        depth=int(parts.segments.geometry["n_plans"]),
+        keep_waiting=parts.keep_waiting,
+    )
+    profiler = CudaProfiler(
+        model,
+        cache,
+        parts.offload(native, sequences, span_threads(config.worker)),
+        config.scheduler.max_num_batched_tokens,
+        parts.max_rows,
+        parts.longest,
+    )
+    profiler.use(stages, native)
+    return Backend(reader, runner, profiler, blocks)
+
+
+def _transient_bytes(parts: Parts, buffers: Buffers) -> int:
+    """What a full iteration allocates beside the buffers, measured on a cache of one block."""
+    config, model = parts.config, parts.model
+    cache = GpuCache(model.config, 1, config.cache.block_size, model.dtype, model.device)
+    stages = Stages(model, cache, buffers, None, config.scheduler.max_model_len)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        _warm_up(stages, config.scheduler.max_num_batched_tokens)
+    peak = torch.cuda.max_memory_allocated() - before
+    del stages, cache
+    torch.cuda.empty_cache()
+    logger.info("an iteration allocates %.0f MiB beside its buffers", peak / 2**20)
+    return peak
+
+
+def _warm_up(stages: Stages, max_tokens: int) -> None:
+    """Loads and compiles every kernel: rows that do not exist touch no cache."""
+    try:
+        for channel in range(len(stages.buffers.channels)):
+            offloads = stages.exchange is not None
+            for tokens in {1, max_tokens}:
+                stages.forward([Shape(channel, tokens, 0, 0, offloads, 1, 1)])
+                stages.forward([Shape(channel, tokens, 1, int(offloads), offloads, 0, 1)])
+        torch.cuda.synchronize()
+    except Exception as error:
+        raise DeviceError(f"the kernels do not run on this device: {error}") from error

@@ -1,0 +1,186 @@
+"""The shared segments as kernels see them, and the host's part of a hand-off: announce, watch,
+retire.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from gpu_worker.cuda import handoff
+from gpu_worker.cuda.host_memory import MappedSegment
+from gpu_worker.cuda.plan import CpuChunk, HostPlan, HostPlanReader, HostSwap
+from neo_native import SwapKind, device_layout
+
+if TYPE_CHECKING:
+    from neo_native import Exchange
+    from neo_native.segments import SegmentSet
+
+Array = npt.NDArray[Any]
+
+# neo::wire::DType
+KV_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16, 3: torch.int8}
+COPY_ROWS = 16  # tokens that one program copies
+BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
+
+
+class DeviceExchange:
+    """Views of the pinned segments, and what of them a plan uses."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        segments: SegmentSet,
+        reader: HostPlanReader,
+        act_dtype: torch.dtype,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        """Raises ``DeviceError`` where a segment cannot be pinned."""
+        geometry = segments.geometry
+        self._native = exchange
+        self._reader = reader
+        self._device = device
+        self._at = device_layout(geometry)
+        self._max_tasks, self._max_rows = int(geometry["max_tasks"]), int(geometry["max_rows"])
+        self._n_layers = int(geometry["n_layers"])
+        self._kv_heads, self._head_dim = int(geometry["n_kv_heads"]), int(geometry["head_dim"])
+        self._mapped = [
+            MappedSegment(s) for s in (segments.work, segments.exchange, segments.cpu_cache)
+        ]
+        work, out, cache = self._mapped
+        kv_dtype = KV_DTYPES[int(geometry["kv_dtype"])]
+        self.is_int8 = kv_dtype is torch.int8
+        self.n_pages, self.page_size = int(geometry["n_pages"]), int(geometry["page_size"])
+        self.tiles = cache.view(self._at["tiles"], kv_dtype)
+        self.scales = cache.view(self._at["tiles"] + self._at["scales"], torch.float32)
+        self.tile_stride = self._at["tile_bytes"] // kv_dtype.itemsize
+        self.scale_stride = self._at["tile_bytes"] // 4
+        self.area_floats = self._at["area_bytes"] // 4
+        self.worker_area_floats = self._at["worker_area_bytes"] // 4
+        self.epoch_shift = self._at["task_epoch_shift"]
+        self.worker_shift = self._at["task_worker_shift"]
+        self.field_mask = self._at["task_field_mask"]
+        self.timeout_s = timeout_s
+        self.limit_ns = int(timeout_s * BACKSTOP * 1e9)
+        self._words = work.view(self._at["tasks"], torch.int64)
+        channels = [self._at["channel"] + c * self._at["channel_bytes"] for c in range(2)]
+        self._bells = {
+            name: [work.view(at + self._at[name], torch.int64)[:1] for at in channels]
+            for name in ("published", "done", "abort")
+        }
+        channel_q = self._max_rows * self._at["q_row_bytes"]
+        self._q = [out.view(self._at["q"] + c * channel_q, act_dtype) for c in range(2)]
+        channel_areas = self._max_tasks * self._at["area_bytes"]
+        self._areas = [
+            out.view(self._at["areas"] + c * channel_areas, torch.float32) for c in range(2)
+        ]
+
+    def published(self, channel: int) -> Tensor:
+        """Epoch word that the device raises."""
+        return self._bells["published"][channel]
+
+    def done(self, channel: int) -> Tensor:
+        """Epoch word that the cpu workers raise."""
+        return self._bells["done"][channel]
+
+    def abort(self, channel: int) -> Tensor:
+        """Epoch word that the watchdog raises."""
+        return self._bells["abort"][channel]
+
+    def q(self, channel: int) -> Tensor:
+        """[max_rows * heads * head_dim] and beyond, in the activations' dtype."""
+        return self._q[channel]
+
+    def words(self, channel: int) -> Tensor:
+        """Task words of a channel."""
+        return self._words[channel * self._max_tasks :]
+
+    def areas(self, channel: int) -> Tensor:
+        """Output areas of worker row 0 for a channel; others follow by ``worker_area_floats``."""
+        return self._areas[channel]
+
+    def announce(self, plan: HostPlan) -> int:
+        """Writes the descriptor and the metadata that it gives. Returns tasks over all layers."""
+        tasks = 0
+        announced = self._native.announce(plan.plan_id, *plan.channel_rows())
+        fields = self._reader.layout.fields
+        for batch in plan.batches:
+            first_epoch, n_tasks, cut = announced[batch.channel]
+            at = fields["first_epoch"].at
+            batch.meta[at : at + 2].view(np.int64)[0] = first_epoch
+            at = fields["cpu_tasks"].at
+            batch.meta[at : at + cut.size] = cut.ravel()
+            tasks += n_tasks * self._n_layers
+        return tasks
+
+    def last_epochs(self, plan: HostPlan) -> dict[int, int]:
+        """By channel with CPU rows: the epoch of the last layer."""
+        at = self._reader.layout.fields["first_epoch"].at
+        return {
+            batch.channel: int(batch.meta[at : at + 2].view(np.int64)[0]) + self._n_layers - 1
+            for batch in plan.batches
+            if batch.n_cpu_rows
+        }
+
+    def done_epoch(self, channel: int) -> int:
+        """How far the cpu workers are."""
+        return self._native.done_epoch(channel)
+
+    def give_up(self, epochs: dict[int, int]) -> None:
+        """Ends the waits of these jobs and of all before them."""
+        for channel, epoch in epochs.items():
+            self._native.abort_through(channel, epoch)
+
+    def retire(self, plan: HostPlan) -> None:
+        """The device is through with the plan."""
+        self._native.retire(plan.plan_id)
+
+    def swap(self, blocks: Tensor, swap: HostSwap) -> None:
+        """All layers of a sequence. ``blocks``: the GPU-cache."""
+        self._copy(blocks, 0, len(blocks), swap, to_cpu=swap.kind is SwapKind.OUT)
+
+    def load_chunk(self, staging: Tensor, layer: int, chunk: CpuChunk) -> None:
+        """One layer of a sequence's first tokens into ``staging``, [2][tokens][..]."""
+        span = self._reader.pages_of(chunk.slot, chunk.start)
+        self._copy(staging.unsqueeze(0), layer, 1, span, to_cpu=False)
+
+    def _copy(
+        self, cache: Tensor, first_layer: int, layers: int, swap: HostSwap, to_cpu: bool
+    ) -> None:
+        n = len(swap.flat)
+        if n == 0:
+            return
+        place = torch.from_numpy(np.concatenate((swap.flat, swap.pages, swap.page_rows)))
+        index = place.pin_memory().to(self._device, non_blocking=True)
+        handoff.copy_pages_kernel[(triton.cdiv(n, COPY_ROWS), layers, 2 * self._kv_heads)](
+            cache,
+            cache.stride(0),
+            cache.stride(1),
+            self.tiles,
+            self.scales,
+            index[:n],
+            index[n : 2 * n],
+            index[2 * n :],
+            n,
+            first_layer,
+            self.n_pages,
+            self.tile_stride,
+            self.scale_stride,
+            KV_HEADS=self._kv_heads,
+            HEAD_DIM=self._head_dim,
+            DIM_PAD=triton.next_power_of_2(self._head_dim),
+            ROWS=COPY_ROWS,
+            TO_CPU=to_cpu,
+            INT8=self.is_int8,
+        )
+
+    def close(self) -> None:
+        """Unpins the segments."""
+        for segment in self._mapped:
+            segment.close()

@@ -1,0 +1,194 @@
+"""Runs plans on a CUDA device without waiting: submitted, then collected in their order.
+
+The host uploads one block of metadata per sub-batch and enqueues the iteration: a graph replay for
+decodes, launches one by one where there are prefills. Tokens of continuing rows stay on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.cuda.graphs import Graphs
+from gpu_worker.cuda.plan import HostPlan, MetaLayout
+from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.executor import Outcome
+from gpu_worker.kv_pool import GpuCache
+from gpu_worker.sampler import draw
+from gpu_worker.timing import StageTimes
+from neo_native import RowStatus
+
+WATCH_S = 50e-6  # between looks at a plan that waits for cpu workers
+
+
+@dataclass
+class InFlight:
+    """A submitted plan."""
+
+    plan: HostPlan
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    staged: list[Tensor]  # pinned metadata, until the upload is through
+    outcome: Tensor  # pinned copy of Buffers.outcome
+    cpu_tasks: int
+    announced: bool
+    last_epochs: dict[int, int]
+
+
+class CudaExecutor:
+    """The device's side of every iteration."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        cache: GpuCache,
+        layout: MetaLayout,
+        graphs: Graphs | None,
+        depth: int,
+        keep_waiting: Callable[[], bool],
+    ) -> None:
+        """``depth``: plans in flight at most. ``keep_waiting``: false gives up CPU rows at once."""
+        self._stages = stages
+        self._cache = cache
+        self._layout = layout
+        self._graphs = graphs
+        self._keep_waiting = keep_waiting
+        self._in_flight: deque[InFlight] = deque()
+        self._pinned = [self._new_pinned() for _ in range(depth)]
+        self._sampled = np.empty(0, np.uint32)  # slots that the plan collected last sampled
+        self._depth = depth
+
+    def _new_pinned(self) -> tuple[list[Tensor], Tensor]:
+        buffers = self._stages.buffers
+        metas = [
+            torch.empty(self._layout.size, dtype=torch.int32, pin_memory=True)
+            for _ in buffers.channels
+        ]
+        outcome = torch.empty(buffers.outcome.shape, dtype=torch.int32, pin_memory=True)
+        return metas, outcome
+
+    @property
+    def pending(self) -> int:
+        """Plans submitted and not collected."""
+        return len(self._in_flight)
+
+    @property
+    def full(self) -> bool:
+        """No plan can be submitted before one is collected."""
+        return self.pending == self._depth
+
+    def ready(self) -> bool:
+        """The oldest plan is through."""
+        return bool(self._in_flight) and self._in_flight[0].end.query()
+
+    @torch.inference_mode()
+    def submit(self, plan: HostPlan) -> None:
+        """Enqueues the plan."""
+        buffers, exchange = self._stages.buffers, self._stages.exchange
+        metas, outcome = self._pinned.pop()
+        has_cpu = any(batch.n_cpu_rows for batch in plan.batches)
+        tasks, epochs = 0, {}
+        if has_cpu:
+            assert exchange is not None
+            tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for batch in plan.batches:
+            metas[batch.channel].numpy()[: batch.used] = batch.meta[: batch.used]
+            to = buffers.channels[batch.channel].meta
+            to[: batch.used].copy_(metas[batch.channel][: batch.used], non_blocking=True)
+        for swap in plan.swaps:
+            assert exchange is not None
+            exchange.swap(self._cache.blocks, swap)
+        graph = self._graphs.find(plan) if self._graphs else None
+        if graph is not None:
+            graph.replay()
+        else:
+            self._stages.forward([Shape.of(batch) for batch in plan.batches])
+        self._draw(plan)
+        outcome.copy_(buffers.outcome, non_blocking=True)
+        end.record()
+        self._in_flight.append(InFlight(plan, begin, end, metas, outcome, tasks, has_cpu, epochs))
+
+    def _draw(self, plan: HostPlan) -> None:
+        """Replaces the greedy token of rows that have a temperature."""
+        drawn = np.flatnonzero(plan.sampling.temperature > 0)
+        if len(drawn) == 0:
+            return
+        buffers, at = self._stages.buffers, 0
+        for batch in plan.batches:
+            mine = drawn[(drawn >= at) & (drawn < at + batch.n_sampled)]
+            rows = (
+                torch.from_numpy(mine - at)
+                .pin_memory()
+                .to(buffers.logits.device, non_blocking=True)
+            )
+            at += batch.n_sampled
+            if len(mine) == 0:
+                continue
+            logits = buffers.logits[batch.channel].index_select(0, rows).float()
+            tokens = draw(logits, plan.sampling.take(mine)).int()
+            picked = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
+            buffers.tokens_out(batch.channel)[rows] = tokens
+            buffers.logprobs_out(batch.channel)[rows] = picked - logits.logsumexp(dim=-1)
+            slots = buffers.channels[batch.channel].fields["sample_slots"][rows]
+            buffers.last_tokens[slots.long()] = tokens
+
+    def collect(self) -> Outcome:
+        """Waits for the oldest plan."""
+        flight = self._in_flight.popleft()
+        self._await(flight)
+        outcome = self._outcome(flight)
+        if flight.announced and self._stages.exchange is not None:
+            self._stages.exchange.retire(flight.plan)
+        self._pinned.append((flight.staged, flight.outcome))
+        return outcome
+
+    def _await(self, flight: InFlight) -> None:
+        """Watches a plan with CPU rows: where no job is done for too long, all are given up."""
+        exchange = self._stages.exchange
+        if not flight.last_epochs or exchange is None:
+            flight.end.synchronize()
+            return
+        seen, since = {}, time.monotonic()
+        while not flight.end.query():
+            done = {channel: exchange.done_epoch(channel) for channel in flight.last_epochs}
+            now = time.monotonic()
+            if done != seen or not flight.begin.query():
+                seen, since = done, now
+            if now - since > exchange.timeout_s or not self._keep_waiting():
+                exchange.give_up(flight.last_epochs)
+                flight.end.synchronize()
+                return
+            time.sleep(WATCH_S)
+
+    def _outcome(self, flight: InFlight) -> Outcome:
+        plan, n_rows = flight.plan, len(flight.plan.slots)
+        host, width = flight.outcome.numpy(), self._stages.buffers.rows
+        status = np.full(n_rows, RowStatus.COMPUTED, np.uint32)
+        tokens, logprobs = np.full(n_rows, -1, np.int32), np.zeros(n_rows, np.float32)
+        times = StageTimes(elapsed=flight.begin.elapsed_time(flight.end) * 1e-3)
+        outcome = Outcome(
+            plan.plan_id, plan.slots, status, tokens, logprobs, times, flight.cpu_tasks
+        )
+        at = 0
+        for batch in plan.batches:
+            rows = plan.sampled_rows[at : at + batch.n_sampled]
+            at += batch.n_sampled
+            mine = host[batch.channel]
+            status[rows] = RowStatus.SAMPLED
+            tokens[rows] = mine[: batch.n_sampled]
+            logprobs[rows] = mine[width : width + batch.n_sampled].view(np.float32)
+            times.cpu_wait[batch.channel] = float(mine[2 * width + 2 :].view(np.int64)[0]) * 1e-9
+            if mine[2 * width]:
+                outcome.void(np.arange(batch.rows.stop - batch.n_cpu_rows, batch.rows.stop))
+        lost = plan.continued & ~np.isin(plan.slots, self._sampled)
+        outcome.void(np.flatnonzero(lost))
+        self._sampled = plan.slots[status == RowStatus.SAMPLED]
+        return outcome

@@ -1,0 +1,163 @@
+"""Triton kernels of the hand-off to the cpu workers, through registered shared memory.
+
+Epochs come from device memory, so that a captured graph serves every plan. Host words get only
+release stores and acquire loads of system scope; read-modify-writes stay in device memory.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PAIR = tl.constexpr(2)
+
+
+@triton.jit
+def _store_release(address, value):
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_acquire(address):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u64 $0, [$1];",
+        "=l,l",
+        [address.to(tl.int64)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _now_ns(like):
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,l", [like], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def publish_kernel(first_epoch, published, layer):
+    """After everything that the job needs, in stream order: the epoch, by a release store."""
+    first = tl.load(first_epoch)
+    if first != 0:
+        _store_release(published, first + layer)
+
+
+@triton.jit
+def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
+    """Until ``done`` or ``abort`` reaches the epoch; not done: the channel is void.
+
+    ``limit_ns`` is a backstop behind the host's watchdog, which stores ``abort``: no wait on the
+    device is without an end.
+    """
+    first = tl.load(first_epoch)
+    if first != 0:
+        epoch = first + layer
+        begin = _now_ns(epoch)
+        now = begin
+        reached = _load_acquire(done)
+        given_up = _load_acquire(abort)
+        while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
+            reached = _load_acquire(done)
+            given_up = _load_acquire(abort)
+            now = _now_ns(reached)
+        if reached < epoch:
+            tl.store(voided, 1)
+        tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+
+
+@triton.jit
+def collect_kernel(
+    first_epoch, row_count, row_tokens, row_tasks, words, areas, out, layer,
+    area_floats, worker_area_floats,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
+):  # fmt: skip
+    """O of one row and KV head: the splits' areas, which the task words name, merged."""
+    r, h = tl.program_id(0), tl.program_id(1)
+    if r < tl.load(row_count):
+        epoch = tl.load(first_epoch) + layer
+        task = tl.load(row_tasks + r * 2)
+        n_splits = tl.load(row_tasks + r * 2 + 1)
+        g = tl.arange(0, GROUP_PAD)
+        d = tl.arange(0, DIM_PAD)
+        here = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+        top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+        total = tl.zeros((GROUP_PAD,), tl.float32)
+        acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+        for split in range(0, n_splits):
+            index = (task + h * n_splits + split).to(tl.int64)
+            word = _load_acquire(words + index)
+            if (word >> EPOCH_SHIFT) == epoch:
+                worker = (word >> WORKER_SHIFT) & FIELD_MASK
+                area = areas + worker * worker_area_floats + index * area_floats
+                m = tl.load(
+                    area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"), volatile=True
+                )
+                l = tl.load(
+                    area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0, volatile=True
+                )
+                o = tl.load(
+                    area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0, volatile=True
+                )
+                higher = tl.maximum(top, m)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                shrink = tl.exp(top - base)
+                weight = tl.exp(m - base)
+                acc = acc * shrink[:, None] + o * weight[:, None]
+                total = total * shrink + l * weight
+                top = higher
+        token = tl.load(row_tokens + r).to(tl.int64)
+        to = out + (token * HEADS + h * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def copy_pages_kernel(
+    cache, cache_layer, cache_plane, tiles, scales, flat, pages, page_rows, n_tokens,
+    first_layer, n_pages, tile_stride, scale_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
+    TO_CPU: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of one layer, KV head and K or V, between the caches (swaps, earlier chunks)."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    layer = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(2) // 2
+    is_v = (tl.program_id(2) % 2).to(tl.int64)
+    there = n < n_tokens
+    d = tl.arange(0, DIM_PAD)
+    here = there[:, None] & (d < HEAD_DIM)[None, :]
+    slot = tl.load(flat + n, mask=there, other=0).to(tl.int64)
+    page = tl.load(pages + n, mask=there, other=0).to(tl.int64)
+    row = tl.load(page_rows + n, mask=there, other=0).to(tl.int64)
+    on_gpu = cache + layer * cache_layer + is_v * cache_plane
+    on_gpu = on_gpu + ((slot * KV_HEADS + h) * HEAD_DIM)[:, None] + d[None, :]
+    tile = (((first_layer + layer) * n_pages + page) * KV_HEADS + h) * 2 + is_v
+    on_cpu = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
+    at_scale = scales + tile * scale_stride + row
+    if TO_CPU:
+        x = tl.load(on_gpu, mask=here, other=0.0).to(tl.float32)
+        if INT8:
+            scale = tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0)
+            by = tl.where(scale == 0.0, 1.0, scale)[:, None] + x * 0
+            x = tl.div_rn(x, by)
+            x = (x + 12582912.0) - 12582912.0
+            x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+            tl.store(at_scale, scale, mask=there)
+        tl.store(on_cpu, x.to(tiles.dtype.element_ty), mask=here)
+    else:
+        x = tl.load(on_cpu, mask=here, other=0).to(tl.float32)
+        if INT8:
+            x = x * tl.load(at_scale, mask=there, other=0.0)[:, None]
+        tl.store(on_gpu, x.to(cache.dtype.element_ty), mask=here)

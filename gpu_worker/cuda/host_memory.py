@@ -1,0 +1,54 @@
+"""Shared segments as memory that kernels read and write directly."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.errors import DeviceError
+
+if TYPE_CHECKING:
+    from neo_native import Segment
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 30  # registered at a time, so that a refusal says how far it came
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+
+
+class MappedSegment:
+    """A segment pinned for the device; views of it may be given to kernels."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Raises ``DeviceError`` where the driver refuses to pin it."""
+        self._segment = segment  # keeps it mapped
+        self._chunks: list[int] = []
+        runtime = torch.cuda.cudart()
+        for at in range(0, segment.size, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, segment.size - at)
+            error = int(runtime.cudaHostRegister(segment.address + at, size, 0))
+            if error not in (0, _ALREADY_REGISTERED):
+                self.close()
+                raise DeviceError(
+                    f"cudaHostRegister of {size} bytes at {at} of {segment.size}: error {error}"
+                )
+            self._chunks.append(segment.address + at)
+        buffer = (ctypes.c_uint8 * segment.size).from_address(segment.address)
+        self._bytes = torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8))
+
+    def view(self, offset: int, dtype: torch.dtype) -> Tensor:
+        """Everything from ``offset`` on, as one-dimensional ``dtype``; offset in bytes."""
+        rest = self._bytes[offset:]
+        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        """Unpins it."""
+        runtime = torch.cuda.cudart()
+        for address in self._chunks:
+            runtime.cudaHostUnregister(address)
+        self._chunks.clear()

@@ -1,0 +1,341 @@
+"""What one plan's kernels need to know, written into pinned memory and uploaded by one copy.
+
+Every iteration of one bucket finds its rows at the same addresses, so that a captured graph serves
+every plan. Places that a plan does not use hold neutral values: they touch no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.batch import PlanColumns, plan_columns, sampling_params
+from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
+from gpu_worker.sampler import SamplingParams
+from neo_native import RowKind, SwapKind
+
+if TYPE_CHECKING:
+    from neo_native import Sequences, StepSlot
+
+Array = npt.NDArray[Any]
+
+TILE_Q = 64  # new tokens of one program of prefill attention
+
+
+@dataclass(frozen=True)
+class Field:
+    """A run of int32 of the metadata, with the value of unused places."""
+
+    at: int
+    size: int
+    fill: int
+
+
+class MetaLayout:
+    """Where each field lies: int32 offsets, the same for host and device."""
+
+    def __init__(self, limits: PlanLimits) -> None:
+        tokens, rows = limits.max_tokens + PAD_TOKENS, limits.max_rows
+        tiles = tokens // TILE_Q + rows + 1
+        dump = limits.max_slots  # where the tokens of rows that are none go
+        wanted = {
+            "first_epoch": (2, 0),  # one int64
+            "ids": (tokens, 0),
+            "positions": (tokens, 0),
+            "slots": (tokens, dump),
+            "cache_slots": (tokens, -1),
+            "pages": (tokens, -1),
+            "page_rows": (tokens, 0),
+            "q_rows": (tokens, -1),
+            "row_tokens": (rows + PAD_TOKENS, 0),
+            "row_lens": (rows + PAD_TOKENS, 0),
+            "cpu_count": (1, 0),
+            "cpu_tokens": (rows + PAD_TOKENS, 0),
+            "cpu_tasks": (2 * (rows + PAD_TOKENS), 0),
+            "sample_tokens": (rows + PAD_TOKENS, 0),
+            "sample_slots": (rows + PAD_TOKENS, dump),
+            "tile_rows": (tiles, -1),
+            "tile_firsts": (tiles, 0),
+            "prefill_tokens": (rows, 0),
+            "prefill_news": (rows, 0),
+            "prefill_starts": (rows, 0),
+            "prefill_tables": (rows, 0),
+            "table_stride": (1, 0),
+        }
+        self.fields: dict[str, Field] = {}
+        at = 0
+        for name, (size, fill) in wanted.items():
+            self.fields[name] = Field(at, size, fill)
+            at += (size + 3) // 4 * 4
+        self.tables_at = at
+        self.size = at + rows * limits.max_blocks
+        self.blank = np.zeros(at, np.int32)
+        for field in self.fields.values():
+            self.blank[field.at : field.at + field.size] = field.fill
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The fields of a device buffer, int32; ``first_epoch`` as int64, ``tables`` the rest."""
+        parts = {name: buffer[f.at : f.at + f.size] for name, f in self.fields.items()}
+        parts["first_epoch"] = parts["first_epoch"].view(torch.int64)
+        parts["tables"] = buffer[self.tables_at :]
+        return parts
+
+
+PAD_TOKENS = 256  # a bucket may be this much larger than the largest plan
+
+
+@dataclass(frozen=True)
+class CpuChunk:
+    """A later chunk of a prefill whose earlier tokens lie in the CPU-cache."""
+
+    slot: int
+    start: int
+    tile_first: int  # of the batch's prefill tiles
+    tile_count: int
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One sub-batch as the host sees it; the rest is in its metadata."""
+
+    channel: int
+    rows: slice  # of the plan
+    n_tokens: int
+    n_gpu_rows: int
+    cpu_slots: npt.NDArray[np.uint32]
+    cpu_lens: npt.NDArray[np.uint32]
+    to_cpu: bool  # K and V of some token go to the CPU-cache
+    n_tiles: int  # of prefill attention, over what lies in the GPU-cache or in this batch
+    cpu_chunks: tuple[CpuChunk, ...]
+    n_sampled: int
+    meta: npt.NDArray[np.int32]  # as uploaded
+    used: int  # of it
+
+    @property
+    def n_cpu_rows(self) -> int:
+        """Rows whose attention is the cpu workers'."""
+        return len(self.cpu_slots)
+
+    @property
+    def decodes_only(self) -> bool:
+        """No prefill."""
+        return self.n_tokens == self.n_gpu_rows + self.n_cpu_rows
+
+
+@dataclass(frozen=True)
+class HostSwap:
+    """Tokens of one sequence that move between the caches."""
+
+    kind: SwapKind
+    flat: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.int32]
+    page_rows: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One iteration."""
+
+    plan_id: int
+    slots: npt.NDArray[np.uint32]
+    batches: tuple[HostBatch, ...]
+    swaps: tuple[HostSwap, ...]
+    sampled_rows: npt.NDArray[np.intp]
+    sampling: SamplingParams
+    continued: npt.NDArray[np.bool_]  # [rows]: the token is the one that the plan before samples
+
+    def channel_rows(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Slots and lengths of the decode_cpu rows, each a pair by channel."""
+        none = np.empty(0, np.uint32)
+        slots, lens = [none, none], [none, none]
+        for batch in self.batches:
+            slots[batch.channel], lens[batch.channel] = batch.cpu_slots, batch.cpu_lens
+        return (slots[0], slots[1]), (lens[0], lens[1])
+
+
+class HostPlanReader:
+    """Reads plans into metadata; raises ``BadPlanError`` for what breaks ``wire.hpp``."""
+
+    def __init__(self, sequences: Sequences, limits: PlanLimits) -> None:
+        self._sequences = sequences
+        self._limits = limits
+        self.layout = MetaLayout(limits)
+
+    def read(self, step: StepSlot) -> HostPlan:
+        """A checked copy of the step."""
+        check_plan(step, self._sequences, self._limits)
+        header = step.header
+        n_rows = [int(n) for n in header["n_rows"]]
+        rows = step.rows[: sum(n_rows)]
+        columns = plan_columns(rows, step.tokens)
+        sampled = np.flatnonzero(rows["sample"])
+        bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
+        last = columns.first[1:] - 1
+        return HostPlan(
+            plan_id=int(header["plan_id"]),
+            slots=columns.slots,
+            batches=tuple(
+                self._batch(channel, bound, columns, rows["sample"])
+                for channel, bound in enumerate(bounds)
+                if bound.start < bound.stop
+            ),
+            swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
+            sampled_rows=sampled,
+            sampling=sampling_params(self._sequences, columns, sampled),
+            continued=columns.token_ids[last] == UNKNOWN_TOKEN,
+        )
+
+    def _batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> HostBatch:
+        base, end = int(rows.first[bound.start]), int(rows.first[bound.stop])
+        n = end - base
+        kinds, counts = rows.kinds[bound], rows.counts[bound]
+        firsts, slots = rows.first[bound] - base, rows.slots[bound]
+        lens = (rows.starts + rows.counts)[bound]
+        meta = np.empty(self.layout.size, np.int32)
+        meta[: self.layout.tables_at] = self.layout.blank
+        fields = {name: meta[f.at : f.at + f.size] for name, f in self.layout.fields.items()}
+        token_kinds = np.repeat(kinds, counts)
+        fields["ids"][:n] = rows.token_ids[base:end]
+        fields["positions"][:n] = rows.token_positions[base:end]
+        fields["slots"][:n] = rows.token_slots[base:end]
+        self._places(fields, n, token_kinds, rows, base)
+        gpu = np.flatnonzero(kinds == RowKind.DECODE_GPU)
+        cpu = np.flatnonzero(kinds == RowKind.DECODE_CPU)
+        prefill = np.flatnonzero(kinds <= RowKind.PREFILL_CPU)
+        fields["row_tokens"][: len(gpu)] = firsts[gpu]
+        fields["row_lens"][: len(gpu)] = lens[gpu]
+        fields["cpu_count"][0] = len(cpu)
+        fields["cpu_tokens"][: len(cpu)] = firsts[cpu]
+        fields["q_rows"][firsts[cpu]] = np.arange(len(cpu))
+        sampled = np.flatnonzero(sample[bound])
+        fields["sample_tokens"][: len(sampled)] = (firsts + counts - 1)[sampled]
+        fields["sample_slots"][: len(sampled)] = slots[sampled]
+        n_tiles, chunks = _prefills(fields, prefill, kinds, firsts, counts, lens, slots, len(gpu))
+        used = self._tables(
+            meta, fields, np.concatenate((gpu, prefill)), slots, lens, kinds, counts
+        )
+        return HostBatch(
+            channel=channel,
+            rows=bound,
+            n_tokens=n,
+            n_gpu_rows=len(gpu),
+            cpu_slots=slots[cpu],
+            cpu_lens=lens[cpu].astype(np.uint32),
+            to_cpu=bool((kinds == RowKind.PREFILL_CPU).any()) or len(cpu) > 0,
+            n_tiles=n_tiles,
+            cpu_chunks=chunks,
+            n_sampled=len(sampled),
+            meta=meta,
+            used=used,
+        )
+
+    def _places(
+        self, fields: dict[str, Array], n: int, kinds: Array, rows: PlanColumns, base: int
+    ) -> None:
+        """Where each token's K and V go."""
+        slots = rows.token_slots[base : base + n]
+        positions = rows.token_positions[base : base + n]
+        on_gpu = (kinds == RowKind.PREFILL_GPU) | (kinds == RowKind.DECODE_GPU)
+        size = self._limits.block_size
+        blocks = self._sequences.block_table[slots[on_gpu], positions[on_gpu] // size]
+        fields["cache_slots"][:n][on_gpu] = (
+            blocks.astype(np.int64) * size + positions[on_gpu] % size
+        )
+        if on_gpu.all():
+            return
+        size = self._limits.page_size
+        fields["pages"][:n][~on_gpu] = self._sequences.page_table[
+            slots[~on_gpu], positions[~on_gpu] // size
+        ]
+        fields["page_rows"][:n][~on_gpu] = positions[~on_gpu] % size
+
+    def _tables(
+        self,
+        meta: Array,
+        fields: dict[str, Array],
+        with_table: Array,
+        slots: Array,
+        lens: Array,
+        kinds: Array,
+        counts: Array,
+    ) -> int:
+        """Block tables of GPU decodes, then of prefills; returns how much of ``meta`` is used."""
+        at, size = self.layout.tables_at, self._limits.block_size
+        held = np.where(kinds == RowKind.DECODE_GPU, lens, lens - counts)
+        held = np.where(kinds == RowKind.PREFILL_CPU, 0, held)[with_table]
+        columns = int(-(-held.max(initial=0) // size))
+        if columns == 0:
+            return at
+        table = self._sequences.block_table[slots[with_table], :columns].astype(np.int32)
+        # Columns past a row's end hold whatever the slot's last owner had; block 0 always exists.
+        table[np.arange(columns) * size >= held[:, None]] = 0
+        meta[at : at + table.size] = table.ravel()
+        fields["table_stride"][0] = columns
+        return at + table.size
+
+    def _swaps(self, swaps: Array) -> list[HostSwap]:
+        """Out before in, so that what an out frees may be used by an in."""
+        found = []
+        for kind in (SwapKind.OUT, SwapKind.IN):
+            for swap in swaps[swaps["kind"] == kind]:
+                found.append(self.span(int(swap["slot"]), int(swap["n_tokens"]), kind))
+        return found
+
+    def span(self, slot: int, n_tokens: int, kind: SwapKind) -> HostSwap:
+        """Tokens [0, n_tokens) of a slot, in both caches."""
+        positions = np.arange(n_tokens)
+        size, page = self._limits.block_size, self._limits.page_size
+        blocks = self._sequences.block_table[slot, positions // size].astype(np.int64)
+        pages = self._sequences.page_table[slot, positions // page].astype(np.int32)
+        return HostSwap(
+            kind,
+            (blocks * size + positions % size).astype(np.int32),
+            pages,
+            (positions % page).astype(np.int32),
+        )
+
+    def pages_of(self, slot: int, n_tokens: int) -> HostSwap:
+        """Tokens [0, n_tokens) of a slot of the CPU-cache, on the device one after the other."""
+        positions = np.arange(n_tokens)
+        page = self._limits.page_size
+        pages = self._sequences.page_table[slot, positions // page].astype(np.int32)
+        flat = positions.astype(np.int32)
+        return HostSwap(SwapKind.IN, flat, pages, (positions % page).astype(np.int32))
+
+
+def _prefills(
+    fields: dict[str, Array],
+    prefill: Array,
+    kinds: Array,
+    firsts: Array,
+    counts: Array,
+    lens: Array,
+    slots: Array,
+    first_table: int,
+) -> tuple[int, tuple[CpuChunk, ...]]:
+    """Rows and tiles of prefill attention; later chunks of CPU prefills come last."""
+    starts = lens - counts
+    staged = (kinds == RowKind.PREFILL_CPU) & (starts > 0)
+    plain, chunks, at = 0, [], 0
+    ordered = np.concatenate((prefill[~staged[prefill]], prefill[staged[prefill]]))
+    order_in_table = {int(row): i for i, row in enumerate(prefill)}
+    for i, row in enumerate(ordered.tolist()):
+        tiles = int(-(-counts[row] // TILE_Q))
+        fields["tile_rows"][at : at + tiles] = i
+        fields["tile_firsts"][at : at + tiles] = np.arange(tiles) * TILE_Q
+        fields["prefill_tokens"][i] = firsts[row]
+        fields["prefill_news"][i] = counts[row]
+        fields["prefill_starts"][i] = starts[row]
+        fields["prefill_tables"][i] = first_table + order_in_table[row]
+        if staged[row]:
+            fields["prefill_tables"][i] = 0
+            chunks.append(CpuChunk(int(slots[row]), int(starts[row]), at, tiles))
+        else:
+            plain += tiles
+        at += tiles
+    return plain, tuple(chunks)

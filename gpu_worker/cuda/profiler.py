@@ -1,0 +1,187 @@
+"""The stage times of the CUDA path, each measured inside a captured graph as plans run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gpu_worker.cuda.plan import TILE_Q, HostSwap
+from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.profiler import POINT_S, REPEATS, Profiler
+from neo_native import SwapKind
+
+if TYPE_CHECKING:
+    from neo_native import Exchange
+
+IN_GRAPH = 8  # calls per replay, so that the cost of a replay is spread
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A call that is timed as part of a graph."""
+
+    call: Callable[[], object]
+
+    def __call__(self) -> object:
+        """Once, uncaptured."""
+        return self.call()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A call that returns the seconds asked for."""
+
+    call: Callable[[], float]
+
+    def __call__(self) -> float:
+        """Once."""
+        return self.call()
+
+
+class CudaProfiler(Profiler):
+    """As ``Profiler``, over the kernels of ``gpu_worker.cuda``."""
+
+    def use(self, stages: Stages, exchange: Exchange) -> None:
+        """Before ``run``."""
+        self._stages = stages
+        self._native = exchange
+
+    def _time(self, call: Callable[[], object]) -> float:
+        if isinstance(call, Measured):
+            call()
+            return median(call() for _ in range(REPEATS))
+        if not isinstance(call, Captured):
+            return super()._time(call)
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(IN_GRAPH):
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        spent: list[float] = []
+        stop = min(time.perf_counter() + POINT_S, self._deadline)
+        while len(spent) < REPEATS and (not spent or time.perf_counter() < stop):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            spent.append(begin.elapsed_time(end) * 1e-3)
+        return median(spent) / IN_GRAPH
+
+    def _blank(self) -> None:
+        for channel in self._stages.buffers.channels:
+            channel.meta.zero_()
+            channel.fields["cache_slots"].fill_(-1)
+            channel.fields["pages"].fill_(-1)
+            channel.fields["q_rows"].fill_(-1)
+
+    def _linear(self, tokens: int) -> Callable[[], object]:
+        self._blank()
+        shape = Shape(0, tokens, 0)
+
+        def run() -> None:
+            self._stages.linear(shape, self._layer)
+            self._stages.store(shape, self._layer)
+
+        return Captured(run)
+
+    def _head(self, rows: int) -> Callable[[], object]:
+        self._blank()
+        shape = Shape(0, rows, 0, sampled=rows)
+        return Captured(lambda: self._stages.head(shape))
+
+    def _prefill_attn(self, tokens: int) -> Callable[[], object]:
+        self._blank()
+        fields = self._stages.buffers.channels[0].fields
+        tiles = -(-tokens // TILE_Q)
+        fields["tile_firsts"][:tiles] = torch.arange(tiles, device=self._model.device) * TILE_Q
+        fields["prefill_news"][0] = tokens
+        shape = Shape(0, tokens, 0, tiles=tiles)
+        return Captured(lambda: self._stages.attend(shape, 0))
+
+    def _gpu_attn(self, rows: int, length: int) -> Callable[[], object]:
+        self._blank()
+        size = self._cache.block_size
+        fields = self._stages.buffers.channels[0].fields
+        columns = -(-length // size)
+        blocks = np.random.default_rng(0).integers(0, self._cache.num_blocks, rows * columns)
+        fields["tables"][: rows * columns] = torch.from_numpy(blocks).to(self._model.device)
+        fields["table_stride"][0] = columns
+        fields["row_lens"][:rows] = length
+        fields["row_tokens"][:rows] = torch.arange(rows, device=self._model.device)
+        shape = Shape(0, rows, rows)
+        return Captured(lambda: self._stages.attend(shape, 0))
+
+    def _handoff(self, rows: int) -> Callable[[], object]:
+        """Publishing, waiting and collecting around the least attention there is, per layer."""
+        self._blank()
+        if self._threads == 0 or self._stages.exchange is None:
+            return lambda: None
+        channel = self._stages.buffers.channels[0]
+        none = np.empty(0, np.uint32)
+        slots, lens = np.arange(rows, dtype=np.uint32), np.ones(rows, np.uint32)
+        layers = self._model.config.num_hidden_layers
+        shape = Shape(0, rows, 0, rows, to_cpu=True)
+        graph = torch.cuda.CUDAGraph()
+        channel.fields["cpu_count"][0] = rows
+        channel.fields["q_rows"][:rows] = torch.arange(rows, device=self._model.device)
+
+        def enqueue() -> None:
+            for layer in range(layers):
+                self._stages.store(shape, layer)
+                self._stages.join(shape, layer + 1)
+
+        enqueue()  # without an epoch: nobody waits
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            enqueue()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def run() -> float:
+            plan, _ = self._native.announce(0, (slots, none), (lens, none))
+            channel.fields["first_epoch"].fill_(plan[0])
+            channel.fields["cpu_tasks"][: 2 * rows] = torch.from_numpy(
+                plan[2].astype(np.int32).ravel()
+            ).to(self._model.device)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            self._native.retire(0)
+            return begin.elapsed_time(end) * 1e-3 / layers
+
+        return Measured(run)
+
+    def _transfer(self, tokens: int) -> Callable[[], object]:
+        exchange = self._stages.exchange
+        if exchange is None:
+            return lambda: None
+        page = exchange.page_size
+        positions = np.arange(tokens)
+        room = self._cache.num_blocks * self._cache.block_size
+        span = HostSwap(
+            SwapKind.OUT,
+            (positions % room).astype(np.int32),
+            (positions // page % exchange.n_pages).astype(np.int32),
+            (positions % page).astype(np.int32),
+        )
+        layers = len(self._cache.blocks)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def run() -> float:
+            begin.record()
+            exchange.swap(self._cache.blocks, span)
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) * 1e-3 / layers
+
+        return Measured(run)

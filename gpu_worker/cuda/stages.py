@@ -1,0 +1,341 @@
+"""The stages of an iteration as launches on static buffers: run as they are, or captured.
+
+The order of a layer is that of ``gpu_worker.executor``: join the O that the cpu workers owe, linear
+stage, stores and hand-off, attention (arXiv 2411.01142, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_worker.cuda import attention, elementwise, handoff
+from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
+from gpu_worker.cuda.exchange import DeviceExchange
+from gpu_worker.cuda.plan import TILE_Q, CpuChunk, HostBatch
+from gpu_worker.kv_pool import GpuCache
+from gpu_worker.model import LlamaModel
+from gpu_worker.ops.rope import rope_table
+
+BLOCK = 1024
+DECODE_TILE = 64
+PREFILL_TILE = 64
+FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one sub-batch's launches; a captured graph serves any batch that fits them."""
+
+    channel: int
+    tokens: int
+    gpu_rows: int
+    cpu_rows: int = 0
+    to_cpu: bool = False
+    tiles: int = 0
+    sampled: int = 0
+    cpu_chunks: tuple[CpuChunk, ...] = ()
+
+    @staticmethod
+    def of(batch: HostBatch) -> Shape:
+        """Exactly this batch."""
+        return Shape(
+            channel=batch.channel,
+            tokens=batch.n_tokens,
+            gpu_rows=batch.n_gpu_rows,
+            cpu_rows=batch.n_cpu_rows,
+            to_cpu=batch.to_cpu,
+            tiles=batch.n_tiles,
+            sampled=batch.n_sampled,
+            cpu_chunks=batch.cpu_chunks,
+        )
+
+
+class Stages:
+    """Launches on the current stream; none of them waits for the host."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: GpuCache,
+        buffers: Buffers,
+        exchange: DeviceExchange | None,
+        max_positions: int,
+    ) -> None:
+        self.model = model
+        self.buffers = buffers
+        self.exchange = exchange
+        self._cache = cache
+        self._config = c = model.config
+        self._rope = rope_table(c, max_positions, model.device)
+        self._scale = c.attention_scale * math.log2(math.e)
+        self._dim_pad = max(16, triton.next_power_of_2(c.head_dim))
+        group = c.num_attention_heads // c.num_key_value_heads
+        # The table of staging: one block, as long as the staging itself.
+        self._one_block = torch.zeros(1, dtype=torch.int32, device=model.device)
+        self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
+
+    def forward(self, shapes: Sequence[Shape]) -> None:
+        """From token ids to sampled greedy tokens, one sub-batch or two interleaved."""
+        self.buffers.outcome.zero_()
+        for s in shapes:
+            self._embed(s)
+        n_layers = self._config.num_hidden_layers
+        for layer in range(n_layers):
+            for s in shapes:
+                self.join(s, layer)
+                self.linear(s, layer)
+                self.store(s, layer)
+                self.attend(s, layer)
+        for s in shapes:
+            self.join(s, n_layers)
+            self._post_projection(s, n_layers - 1)
+            self.head(s)
+
+    def _channel(self, s: Shape) -> ChannelBuffers:
+        return self.buffers.channels[s.channel]
+
+    def _embed(self, s: Shape) -> None:
+        c, f = self._channel(s), self._channel(s).fields
+        hidden = self._config.hidden_size
+        elementwise.embed_kernel[(s.tokens, triton.cdiv(hidden, BLOCK))](
+            f["ids"],
+            f["slots"],
+            self.buffers.last_tokens,
+            self.model.weights.embedding,
+            c.residual,
+            HIDDEN=hidden,
+            BLOCK=BLOCK,
+        )
+
+    def _norm(self, c: ChannelBuffers, n: int, weight: Tensor, delta: bool) -> Tensor:
+        out, hidden = self.buffers.hidden[:n], self._config.hidden_size
+        elementwise.add_rms_norm_kernel[(n,)](
+            c.residual,
+            self.buffers.delta,
+            c.residual,
+            weight,
+            out,
+            self._config.rms_norm_eps,
+            HIDDEN=hidden,
+            BLOCK=triton.next_power_of_2(hidden),
+            HAS_DELTA=delta,
+            INDEXED=False,
+            num_warps=8 if hidden > 2048 else 4,
+        )
+        return out
+
+    def linear(self, s: Shape, layer: int) -> None:
+        """Post-projection of ``layer - 1``, then pre-projection of ``layer``."""
+        if layer > 0:
+            self._post_projection(s, layer - 1)
+        c, n = self._channel(s), s.tokens
+        w = self.model.weights.layers[layer]
+        h = self._norm(c, n, w.input_norm, delta=layer > 0)
+        torch.mm(h, w.qkv.t(), out=c.qkv[:n])
+
+    def _post_projection(self, s: Shape, layer: int) -> None:
+        """Leaves the MLP's output in ``delta``: the next norm adds it."""
+        c, n, b = self._channel(s), s.tokens, self.buffers
+        w = self.model.weights.layers[layer]
+        torch.mm(c.attn[:n], w.o.t(), out=b.delta[:n])
+        h = self._norm(c, n, w.post_norm, delta=True)
+        torch.mm(h, w.gate_up.t(), out=b.gate_up[:n])
+        inner = self._config.intermediate_size
+        elementwise.silu_mul_kernel[(n, triton.cdiv(inner, BLOCK))](
+            b.gate_up, b.inner, INNER=inner, BLOCK=BLOCK
+        )
+        torch.mm(b.inner[:n], w.down.t(), out=b.delta[:n])
+
+    def store(self, s: Shape, layer: int) -> None:
+        """RoPE; K and V into their caches; Q to the cpu workers, then the epoch."""
+        c, f, cfg = self._channel(s), self._channel(s).fields, self._config
+        heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
+        part = 4 if s.tokens <= FEW_TOKENS else 16
+        kv = self._cache.blocks[layer]
+        to_cpu = s.to_cpu and self.exchange is not None
+        e = self.exchange
+        elementwise.rope_store_kernel[(s.tokens, triton.cdiv(heads, part))](
+            c.qkv,
+            f["positions"],
+            self._rope,
+            kv,
+            f["cache_slots"],
+            kv.stride(0),
+            f["pages"],
+            f["page_rows"],
+            f["q_rows"],
+            e.tiles if e and to_cpu else c.qkv,
+            e.scales if e and to_cpu else c.residual,
+            e.q(s.channel) if e and to_cpu else c.qkv,
+            layer,
+            e.n_pages if e else 0,
+            e.tile_stride if e else 0,
+            e.scale_stride if e else 0,
+            HEADS=cfg.num_attention_heads,
+            KV_HEADS=cfg.num_key_value_heads,
+            HEAD_DIM=cfg.head_dim,
+            HALF=triton.next_power_of_2(cfg.head_dim // 2),
+            PART=part,
+            TO_CPU=to_cpu,
+            INT8=bool(e and to_cpu and e.is_int8),
+        )
+        if s.cpu_rows and e:
+            handoff.publish_kernel[(1,)](
+                f["first_epoch"], e.published(s.channel), layer, num_warps=1
+            )
+
+    def join(self, s: Shape, layer: int) -> None:
+        """O of the layer before, from the cpu workers."""
+        e = self.exchange
+        if not s.cpu_rows or layer == 0 or e is None:
+            return
+        c, f, cfg = self._channel(s), self._channel(s).fields, self._config
+        handoff.wait_kernel[(1,)](
+            f["first_epoch"],
+            e.done(s.channel),
+            e.abort(s.channel),
+            self.buffers.voided(s.channel),
+            self.buffers.waited_ns(s.channel),
+            layer - 1,
+            e.limit_ns,
+            num_warps=1,
+        )
+        handoff.collect_kernel[(s.cpu_rows, cfg.num_key_value_heads)](
+            f["first_epoch"],
+            f["cpu_count"],
+            f["cpu_tokens"],
+            f["cpu_tasks"],
+            e.words(s.channel),
+            e.areas(s.channel),
+            c.attn,
+            layer - 1,
+            e.area_floats,
+            e.worker_area_floats,
+            HEADS=cfg.num_attention_heads,
+            HEAD_DIM=cfg.head_dim,
+            DIM_PAD=self._dim_pad,
+            EPOCH_SHIFT=e.epoch_shift,
+            WORKER_SHIFT=e.worker_shift,
+            FIELD_MASK=e.field_mask,
+            GROUP=self._group["GROUP"],
+            GROUP_PAD=triton.next_power_of_2(self._group["GROUP"]),
+        )
+
+    def attend(self, s: Shape, layer: int) -> None:
+        """Attention on the device, into ``attn``."""
+        kv = self._cache.blocks[layer]
+        if s.tiles:
+            self._prefill(s, kv, 0, s.tiles, self._cache.block_size)
+        for chunk in s.cpu_chunks:
+            self._staged_prefill(s, layer, chunk)
+        if s.gpu_rows:
+            self.decode_attention(s, kv)
+
+    def decode_attention(self, s: Shape, kv: Tensor) -> None:
+        """The decode_gpu rows of a batch over their blocks. ``kv``: one layer of the GPU-cache."""
+        c, f, cfg, b = self._channel(s), self._channel(s).fields, self._config, self.buffers
+        splits = n_splits(s.gpu_rows, cfg)
+        shape = {
+            "HEADS": cfg.num_attention_heads,
+            "HEAD_DIM": cfg.head_dim,
+            "DIM_PAD": self._dim_pad,
+            "TILE": DECODE_TILE,
+            "SPLITS": splits,
+        }
+        attention.decode_kernel[(s.gpu_rows, cfg.num_key_value_heads, splits)](
+            c.qkv,
+            kv,
+            kv.stride(0),
+            f["tables"],
+            f["table_stride"],
+            f["row_tokens"],
+            f["row_lens"],
+            c.attn,
+            b.part_o,
+            b.part_ml,
+            self._scale,
+            KV_HEADS=cfg.num_key_value_heads,
+            BLOCK_SIZE=self._cache.block_size,
+            num_warps=4,
+            num_stages=3,
+            **self._group,
+            **shape,
+        )
+        if splits > 1:
+            attention.merge_splits_kernel[(s.gpu_rows, cfg.num_attention_heads)](
+                b.part_o, b.part_ml, f["row_tokens"], f["row_lens"], c.attn, num_warps=1, **shape
+            )
+
+    def _prefill(self, s: Shape, kv: Tensor, first: int, tiles: int, block_size: int) -> None:
+        """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer."""
+        c, f, cfg = self._channel(s), self._channel(s).fields, self._config
+        wide = cfg.head_dim > 64 and c.qkv.dtype is torch.float32
+        attention.prefill_kernel[(tiles, cfg.num_attention_heads)](
+            c.qkv,
+            kv,
+            kv.stride(0),
+            f["tables"] if kv is not self.buffers.staging else self._one_block,
+            f["table_stride"],
+            c.attn,
+            self._scale,
+            f["tile_rows"][first:],
+            f["tile_firsts"][first:],
+            f["prefill_tokens"],
+            f["prefill_news"],
+            f["prefill_starts"],
+            f["prefill_tables"],
+            HEADS=cfg.num_attention_heads,
+            KV_HEADS=cfg.num_key_value_heads,
+            HEAD_DIM=cfg.head_dim,
+            DIM_PAD=self._dim_pad,
+            BLOCK_SIZE=block_size,
+            TILE_Q=TILE_Q,
+            TILE=32 if wide else PREFILL_TILE,
+            num_warps=4,
+            num_stages=2 if wide else 3,
+        )
+
+    def _staged_prefill(self, s: Shape, layer: int, chunk: CpuChunk) -> None:
+        """Attention of a later chunk of a CPU prefill; its earlier tokens come through staging."""
+        assert self.exchange is not None
+        staging = self.buffers.staging
+        self.exchange.load_chunk(staging, layer, chunk)
+        self._prefill(s, staging, chunk.tile_first, chunk.tile_count, staging.shape[1])
+
+    def head(self, s: Shape) -> None:
+        """Logits of the sampled rows and their greedy tokens."""
+        if not s.sampled:
+            return
+        c, f, b, cfg = self._channel(s), self._channel(s).fields, self.buffers, self._config
+        hidden, logits = b.head[s.channel, : s.sampled], b.logits[s.channel, : s.sampled]
+        elementwise.add_rms_norm_kernel[(s.sampled,)](
+            c.residual,
+            b.delta,
+            f["sample_tokens"],
+            self.model.weights.norm,
+            hidden,
+            cfg.rms_norm_eps,
+            HIDDEN=cfg.hidden_size,
+            BLOCK=triton.next_power_of_2(cfg.hidden_size),
+            HAS_DELTA=True,
+            INDEXED=True,
+            num_warps=8 if cfg.hidden_size > 2048 else 4,
+        )
+        torch.mm(hidden, self.model.weights.head.t(), out=logits)
+        elementwise.greedy_kernel[(s.sampled,)](
+            logits,
+            f["sample_slots"],
+            b.last_tokens,
+            b.tokens_out(s.channel),
+            b.logprobs_out(s.channel),
+            cfg.vocab_size,
+            VOCAB_PAD=triton.cdiv(cfg.vocab_size, 4096) * 4096,
+            BLOCK=4096,
+            num_warps=8,
+        )

@@ -1,0 +1,286 @@
+"""Times iterations of the gpu worker's CUDA path without a server: decode and prefill beside their
+rooflines, on random weights of a real model's shapes.
+
+    python scripts/bench_gpu_iterations.py --config llama-3.1-8b.json --rows 1 32 128 --context 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+import neo_native as native
+from gpu_worker import ops
+from gpu_worker.backends import Parts, make_backend
+from gpu_worker.model import LlamaModel
+from gpu_worker.weights import TORCH_DTYPES, dummy_weights
+from neo_native import RowKind
+from neo_server.geometry import geometry_fields
+from protos.config import CacheConfig, DType, EngineConfig, SchedulerConfig, WorkerConfig
+from protos.model_config import ModelConfig
+
+SHAPES = {
+    "llama-3.1-8b": (128256, 4096, 14336, 32, 32, 8),
+    "llama-2-7b": (32000, 4096, 11008, 32, 32, 32),
+}
+
+
+def model_folder(shape: str, layers: int | None) -> Path:
+    """A directory with the ``config.json`` of a named shape."""
+    vocab, hidden, inner, depth, heads, kv_heads = SHAPES[shape]
+    folder = Path(tempfile.mkdtemp())
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers or depth,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 16384,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return folder
+
+
+def segment(kind: native.SegmentKind, geometry: Any) -> native.Segment:
+    """One without a name."""
+    fd = os.memfd_create("segment")
+    try:
+        return native.Segment.create(fd, kind, geometry)
+    finally:
+        os.close(fd)
+
+
+class Bench:
+    """One gpu worker's backend, fed by hand."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        folder = model_folder(options.shape, options.layers)
+        self.config = config = ModelConfig.from_pretrained(folder)
+        dtype = DType.BFLOAT16
+        blocks = options.blocks
+        engine = EngineConfig(
+            model_path=str(folder),
+            cache=CacheConfig(
+                num_gpu_blocks_override=blocks, kv_offloading_size=options.cpu_gib,
+                cpu_kv_cache_dtype=options.cpu_kv_cache_dtype,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=256, max_num_batched_tokens=options.max_tokens, max_model_len=options.max_len
+            ),
+            worker=WorkerConfig(
+                device="cuda", dtype=dtype, kernel_backend=options.backend, spin_us=200,
+                enforce_eager=options.enforce_eager,
+            ),
+        )  # fmt: skip
+        geometry = native.make_geometry(**geometry_fields(engine, config, 8))
+        kinds = native.SegmentKind
+        self.segments = SimpleNamespace(
+            geometry=geometry,
+            **{
+                name.lower(): segment(getattr(kinds, name), geometry)
+                for name in ("CONTROL", "WORK", "EXCHANGE", "CPU_CACHE", "SEQUENCES")
+            },
+        )
+        self.control = native.Control(self.segments.control)
+        device = torch.device("cuda", 0)
+        begin = time.perf_counter()
+        weights = dummy_weights(config, TORCH_DTYPES[dtype], device, 0)
+        model = LlamaModel(config, weights, ops.select(device), options.max_len)
+        torch.cuda.synchronize()
+        print(f"weights {time.perf_counter() - begin:.1f} s", flush=True)
+        self.workers: list[Any] = []
+        if options.threads:
+            s = self.segments
+            worker = native.AttentionWorker(
+                self.control, s.work, s.exchange, s.cpu_cache, s.sequences, 0, options.threads,
+                list(range(2, 2 + options.threads)),
+            )  # fmt: skip
+            worker.start()
+            self.workers.append(worker)
+        begin = time.perf_counter()
+        parts = Parts(engine, model, self.segments, self.control, lambda: True)
+        self.backend = make_backend(parts)
+        print(f"backend {time.perf_counter() - begin:.1f} s", flush=True)
+        sequences = parts.sequences()
+        table, pages = sequences.block_table, sequences.page_table
+        table[:] = np.random.default_rng(0).integers(0, blocks, table.shape)
+        n_pages = int(geometry["n_pages"])
+        pages[:] = np.arange(pages.size).reshape(pages.shape) % n_pages
+        sequences.params["top_p"] = 1.0
+        self.geometry = geometry
+        self.plan_id = 0
+        self.weight_bytes = sum(
+            w.numel() * w.element_size()
+            for layer in weights.layers
+            for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ) + weights.head.numel() * weights.head.element_size()
+
+    def step(self, batches: list[list[tuple[int, RowKind, int, int]]]) -> Any:
+        """``batches``: (slot, kind, start, n_new) each."""
+        self.plan_id += 1
+        rows = [row for batch in batches for row in batch]
+        n_tokens = sum(row[3] for row in rows)
+        step = SimpleNamespace(
+            header=np.zeros((), native.step_header_dtype),
+            rows=np.zeros(len(rows), native.step_row_dtype),
+            swaps=np.zeros(0, native.swap_dtype),
+            tokens=np.ones(n_tokens, np.int32),
+        )
+        at = 0
+        for i, (slot, kind, start, n_new) in enumerate(rows):
+            step.rows[i] = (slot, kind, start, n_new, at, 1)
+            at += n_new
+        step.header["plan_id"] = self.plan_id
+        step.header["n_rows"][: len(batches)] = [len(batch) for batch in batches]
+        step.header["n_tokens"] = n_tokens
+        return step
+
+    def time(self, batches: list[list[tuple[int, RowKind, int, int]]], n: int = 20) -> dict[str, float]:
+        """Milliseconds per iteration, two plans in flight: on the wall, on the device, waiting."""
+        runner, spans, waits, host = self.backend.runner, [], [], []
+        begin = 0.0
+        for i in range(n + 4):
+            if i == 4:
+                begin = time.perf_counter()
+            at = time.perf_counter()
+            runner.submit(self.backend.reader.read(self.step(batches)))
+            host.append(time.perf_counter() - at)
+            if runner.pending == 2 or runner.full:
+                out = runner.collect()
+                spans.append(out.times.elapsed)
+                waits.append(sum(out.times.cpu_wait))
+        while runner.pending:
+            out = runner.collect()
+            spans.append(out.times.elapsed)
+        wall = (time.perf_counter() - begin) / n
+        return {
+            "wall_ms": wall * 1e3, "device_ms": median(spans[4:]) * 1e3,
+            "host_ms": median(host[4:]) * 1e3, "cpu_wait_ms": median(waits[4:] or [0]) * 1e3,
+        }  # fmt: skip
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read and written."""
+    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    best = 1e9
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        b.copy_(a)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e-3)
+    return 2 * a.numel() / best
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a large bf16 product."""
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    best = 1e9
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.mm(a, a)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e-3)
+    return 2 * 8192**3 / best
+
+
+def gemm_floor(bench: Bench, tokens: int) -> float:
+    """Seconds of one iteration's matrix products alone, captured."""
+    model = bench.backend.runner._stages.model  # type: ignore[attr-defined]
+    c, w = model.config, model.weights
+    x = torch.randn(tokens, c.hidden_size, dtype=model.dtype, device="cuda")
+    y = torch.randn(tokens, c.intermediate_size, dtype=model.dtype, device="cuda")
+    z = torch.randn(tokens, c.q_size, dtype=model.dtype, device="cuda")
+    outs = [torch.mm(x, m.t()) for m in (w.layers[0].qkv, w.layers[0].gate_up, w.head)]
+    down = torch.empty_like(x)
+
+    def run() -> None:
+        for layer in w.layers:
+            torch.mm(x, layer.qkv.t(), out=outs[0])
+            torch.mm(z, layer.o.t(), out=down)
+            torch.mm(x, layer.gate_up.t(), out=outs[1])
+            torch.mm(y, layer.down.t(), out=down)
+        torch.mm(x, w.head.t(), out=outs[2])
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    spent = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spent.append(begin.elapsed_time(end) * 1e-3)
+    return median(spent)
+
+
+def main() -> None:
+    """Prints one JSON line per measurement."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 128])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument("--cpu-rows", type=int, nargs="*", default=[])
+    parser.add_argument("--cpu-context", type=int, default=256)
+    parser.add_argument("--cpu-gib", type=float, default=0.0)
+    parser.add_argument("--cpu-kv-cache-dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=16384)
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
+    options = parser.parse_args()
+    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    print(json.dumps({"copy_gb_per_s": bandwidth / 1e9, "matrix_tflops": rate / 1e12}), flush=True)
+    bench = Bench(options)
+    kv_token = bench.config.kv_bytes_per_token(2)
+    for rows in options.rows:
+        plan = [[(i, RowKind.DECODE_GPU, options.context, 1) for i in range(rows)]]
+        found = bench.time(plan)
+        roof = (bench.weight_bytes + rows * options.context * kv_token) / bandwidth * 1e3
+        found |= {"roof_ms": roof, "ratio": found["wall_ms"] / roof}
+        if options.backend != "torch":
+            found["gemms_ms"] = gemm_floor(bench, rows) * 1e3
+        print(json.dumps({"decode": rows} | found), flush=True)
+    for tokens in options.prefill:
+        each = min(1024, tokens)
+        plan = [[(i, RowKind.PREFILL_GPU, 0, each) for i in range(tokens // each)]]
+        found = bench.time(plan, 6)
+        roof = 2 * (bench.weight_bytes / 2 - bench.config.vocab_size * bench.config.hidden_size) * tokens / rate
+        found |= {"roof_ms": roof * 1e3, "share": roof * 1e3 / found["wall_ms"]}
+        print(json.dumps({"prefill": tokens} | found), flush=True)
+    for cpu in options.cpu_rows:
+        rows = [(i, RowKind.DECODE_GPU, options.context, 1) for i in range(32)]
+        mine = [(100 + i, RowKind.DECODE_CPU, options.cpu_context, 1) for i in range(cpu)]
+        print(json.dumps({"merged": cpu} | bench.time([rows + mine])), flush=True)
+        print(json.dumps({"two": cpu} | bench.time([rows, mine])), flush=True)
+    for worker in bench.workers:
+        worker.stop()
+
+
+if __name__ == "__main__":
+    main()
