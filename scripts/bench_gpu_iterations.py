@@ -122,11 +122,14 @@ class Bench:
         sequences.params["top_p"] = 1.0
         self.geometry = geometry
         self.plan_id = 0
-        self.weight_bytes = sum(
-            w.numel() * w.element_size()
-            for layer in weights.layers
-            for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ) + weights.head.numel() * weights.head.element_size()
+        self.weight_bytes = (
+            sum(
+                w.numel() * w.element_size()
+                for layer in weights.layers
+                for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            )
+            + weights.head.numel() * weights.head.element_size()
+        )
 
     def step(self, batches: list[list[tuple[int, RowKind, int, int]]]) -> Any:
         """``batches``: (slot, kind, start, n_new) each."""
@@ -148,7 +151,9 @@ class Bench:
         step.header["n_tokens"] = n_tokens
         return step
 
-    def time(self, batches: list[list[tuple[int, RowKind, int, int]]], n: int = 20) -> dict[str, float]:
+    def time(
+        self, batches: list[list[tuple[int, RowKind, int, int]]], n: int = 20
+    ) -> dict[str, float]:
         """Milliseconds per iteration, two plans in flight: on the wall, on the device, waiting."""
         runner, spans, waits, host = self.backend.runner, [], [], []
         begin = 0.0
@@ -270,7 +275,12 @@ def main() -> None:
         each = min(1024, tokens)
         plan = [[(i, RowKind.PREFILL_GPU, 0, each) for i in range(tokens // each)]]
         found = bench.time(plan, 6)
-        roof = 2 * (bench.weight_bytes / 2 - bench.config.vocab_size * bench.config.hidden_size) * tokens / rate
+        roof = (
+            2
+            * (bench.weight_bytes / 2 - bench.config.vocab_size * bench.config.hidden_size)
+            * tokens
+            / rate
+        )
         found |= {"roof_ms": roof * 1e3, "share": roof * 1e3 / found["wall_ms"]}
         print(json.dumps({"prefill": tokens} | found), flush=True)
     for cpu in options.cpu_rows:

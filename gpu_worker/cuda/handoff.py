@@ -98,19 +98,13 @@ def collect_kernel(
         acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
         for split in range(0, n_splits):
             index = (task + h * n_splits + split).to(tl.int64)
-            word = _load_acquire(words + index)
+            word = tl.load(words + index)  # plain: the wait's acquire, a kernel before, orders it
             if (word >> EPOCH_SHIFT) == epoch:
                 worker = (word >> WORKER_SHIFT) & FIELD_MASK
                 area = areas + worker * worker_area_floats + index * area_floats
-                m = tl.load(
-                    area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"), volatile=True
-                )
-                l = tl.load(
-                    area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0, volatile=True
-                )
-                o = tl.load(
-                    area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0, volatile=True
-                )
+                m = tl.load(area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"))
+                l = tl.load(area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0)
+                o = tl.load(area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0)
                 higher = tl.maximum(top, m)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 shrink = tl.exp(top - base)

@@ -18,6 +18,7 @@ from gpu_worker.cuda import attention, elementwise, handoff
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk, HostBatch
+from gpu_worker.cuda.skinny import linear
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.ops.rope import rope_table
@@ -137,20 +138,20 @@ class Stages:
         c, n = self._channel(s), s.tokens
         w = self.model.weights.layers[layer]
         h = self._norm(c, n, w.input_norm, delta=layer > 0)
-        torch.mm(h, w.qkv.t(), out=c.qkv[:n])
+        linear(h, w.qkv, c.qkv[:n])
 
     def _post_projection(self, s: Shape, layer: int) -> None:
         """Leaves the MLP's output in ``delta``: the next norm adds it."""
         c, n, b = self._channel(s), s.tokens, self.buffers
         w = self.model.weights.layers[layer]
-        torch.mm(c.attn[:n], w.o.t(), out=b.delta[:n])
+        linear(c.attn[:n], w.o, b.delta[:n])
         h = self._norm(c, n, w.post_norm, delta=True)
-        torch.mm(h, w.gate_up.t(), out=b.gate_up[:n])
+        linear(h, w.gate_up, b.gate_up[:n])
         inner = self._config.intermediate_size
         elementwise.silu_mul_kernel[(n, triton.cdiv(inner, BLOCK))](
             b.gate_up, b.inner, INNER=inner, BLOCK=BLOCK
         )
-        torch.mm(b.inner[:n], w.down.t(), out=b.delta[:n])
+        linear(b.inner[:n], w.down, b.delta[:n])
 
     def store(self, s: Shape, layer: int) -> None:
         """RoPE; K and V into their caches; Q to the cpu workers, then the epoch."""
@@ -225,6 +226,7 @@ class Stages:
             FIELD_MASK=e.field_mask,
             GROUP=self._group["GROUP"],
             GROUP_PAD=triton.next_power_of_2(self._group["GROUP"]),
+            num_warps=1,
         )
 
     def attend(self, s: Shape, layer: int) -> None:
@@ -327,7 +329,7 @@ class Stages:
             INDEXED=True,
             num_warps=8 if cfg.hidden_size > 2048 else 4,
         )
-        torch.mm(hidden, self.model.weights.head.t(), out=logits)
+        linear(hidden, self.model.weights.head, logits)
         elementwise.greedy_kernel[(s.sampled,)](
             logits,
             f["sample_slots"],
