@@ -1,4 +1,4 @@
-"""The flags of ``neo serve``, each named once: field, type, help and default."""
+"""The flags of every command that starts an engine, each named once: type, help and default."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from neo_server.host_memory import parse_size
 from protos.config import KvCacheDType
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -15,13 +16,27 @@ DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 KernelBackend = Literal["auto", "torch", "triton"]
 DEFAULT_CONTROL_PORT = 50052
+CpuCacheSize = Annotated[
+    float | None,
+    Option(
+        parser=parse_size,
+        metavar="GIB|auto",
+        help="Of the CPU-cache. Default: auto, by free memory; gpu-only: 0.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """``None`` and ``auto`` are for ``launch.resolve`` to choose."""
 
-    model: Annotated[str, Argument(help="Local Hugging Face directory, or hub id.")]
+    model: Annotated[
+        str,
+        Argument(
+            help="Local Hugging Face directory, or hub id; with --load-format dummy also "
+            "Llama-2-7B, Llama-3.1-8B or Llama-3.1-70B."
+        ),
+    ]
     host: str = "127.0.0.1"
     port: Annotated[int, Option(help="0: any free port.")] = 50051
     control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
@@ -53,13 +68,14 @@ class Options:
             "neo, mixed, or module:attribute."
         ),
     ] = "neo"
+    skip_tokenizer_init: Annotated[
+        bool, Option(help="Prompts and outputs are token ids; no tokenizer is needed.")
+    ] = False
     block_size: Annotated[int, Option(help="Tokens of a GPU block.")] = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: Annotated[int | None, Option(help="Of the GPU-cache.")] = None
     gpu_memory_utilization: float = 0.9
-    kv_offloading_size: Annotated[
-        float | None, Option(help="GiB of the CPU-cache. Default: 1; gpu-only: 0.")
-    ] = None
+    kv_offloading_size: CpuCacheSize = None
     cpu_kv_page_size: Annotated[int, Option(help="Tokens of a CPU page.")] = 64
     cpu_kv_cache_dtype: Annotated[KvCacheDType, Option(help="auto: --dtype.")] = KvCacheDType.AUTO
     dtype: DTypeChoice = "auto"

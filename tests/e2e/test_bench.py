@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.server import REPO
+from tests.helpers.tiny_llama import make_checkpoint
+
+ITERATIONS = ("gpu_only", "one_batch", "two_batches", "piggyback")
+
+
+@pytest.fixture(scope="module")
+def no_tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench-model")
+    make_checkpoint(folder, "llama3")
+    return folder
+
+
+def command(model: Path, kind: str, *arguments: str) -> list[str]:
+    flags = ("--device", "cpu", "--skip-tokenizer-init", "--kv-offloading-size", "0.01")
+    program = (sys.executable, "-m", "neo_server", "bench", kind)
+    return [*program, str(model), *flags, *arguments]
+
+
+def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        command(model, kind, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> None:
+    work = ("--input-len", "40", "--output-len", "7", "--num-prompts", "9", "--no-profile")
+    cache = ("--num-gpu-blocks-override", "12", "--max-num-seqs", "8")
+    lines = bench(no_tokenizer_model, "throughput", "--policies", "gpu-only,mixed", *work, *cache)
+    assert [line["policy"] for line in lines] == ["gpu-only", "mixed"]
+    for line in lines:
+        assert (line["num_requests"], line["num_prompt_tokens"]) == (9, 360)
+        assert line["num_output_tokens"] == 9 * 7
+        assert line["output_tokens_per_s"] == pytest.approx(63 / line["elapsed_s"])
+        assert tuple(line["iterations"]) == ITERATIONS
+        assert line["num_gpu_decodes"] + line["num_cpu_decodes"] >= 9 * 6
+        assert 0.0 < line["gpu_busy_share"] <= 1.01
+    gpu_only, mixed = lines
+    assert gpu_only["relative"] == 1.0
+    assert mixed["relative"] == pytest.approx(mixed["requests_per_s"] / gpu_only["requests_per_s"])
+    assert (gpu_only["num_cpu_decodes"], gpu_only["cpu_kv_bytes_per_s"]) == (0, 0.0)
+    assert mixed["num_cpu_decodes"] > 0
+    assert mixed["cpu_kv_bytes_per_s"] > 0.0
+    assert mixed["iterations"]["one_batch"] + mixed["iterations"]["two_batches"] > 0
+
+
+def test_a_trace_is_run_as_it_is(no_tokenizer_model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,12,3\nx,600,3\nx,30,5\n")
+    flags = ("--dataset-path", str(trace), "--scheduling-policy", "gpu-only", "--no-profile")
+    (line,) = bench(no_tokenizer_model, "throughput", *flags)
+    assert (line["num_requests"], line["num_prompt_tokens"], line["num_output_tokens"]) == (
+        2,
+        42,
+        8,
+    )
+    assert "relative" not in line
+
+
+def test_latency_of_one_batch_stands_beside_its_roofline(no_tokenizer_model: Path) -> None:
+    work = ("--batch-size", "3", "--input-len", "20", "--output-len", "6", "--num-iters", "2")
+    (line,) = bench(no_tokenizer_model, "latency", *work, "--no-profile")
+    # The last first token starts the decodes; here all prompts fit into one iteration.
+    assert line["num_decode_iterations"] == 2 * 5
+    assert line["decode_device_s"] > 0.0
+    assert 0.0 < line["decode_s"] <= line["decode_p99_s"]
+    assert line["decode_over_roofline"] == pytest.approx(
+        line["decode_s"] / line["decode_roofline_s"]
+    )
+    assert 2 * 3 * 5 <= line["num_gpu_decodes"] < 3 * 3 * 5  # without the warm-up run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_workers_and_leaves_no_segment(
+    no_tokenizer_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    work = ("--input-len", "20", "--output-len", "400", "--num-prompts", "64", "--no-profile")
+    arguments = command(no_tokenizer_model, "throughput", *work, "--shm-dir", str(shm))
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, cwd=REPO) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "GPU blocks" in line:  # the gpu worker is ready
+                break
+        assert any(shm.iterdir())
+        process.send_signal(number)
+        process.stderr.read()  # ends when the last worker has ended, which inherited it
+        assert process.wait(60.0) == 130
+    assert not any(shm.iterdir())
