@@ -58,8 +58,8 @@ def make_cuda_backend(parts: Parts) -> Backend:
         _warm_up(stages, trial.max_tokens)
         graphs = None
         if not config.worker.enforce_eager:
-            graphs = Graphs(stages, trial.max_rows)
-            graphs.capture(offload=exchange is not None, pairs=exchange is not None)
+            graphs = Graphs(stages, trial.max_rows, trial.max_tokens)
+            graphs.capture(offload=exchange is not None)
     runner = CudaExecutor(
         stages,
         cache,

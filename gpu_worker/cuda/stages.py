@@ -24,6 +24,7 @@ from gpu_worker.model import LlamaModel
 from gpu_worker.ops.rope import rope_table
 
 BLOCK = 1024
+GREEDY_BLOCK = 8192  # logits of a row that are read at a time
 DECODE_TILE = 64
 PREFILL_TILE = 64
 FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
@@ -41,6 +42,7 @@ class Shape:
     tiles: int = 0
     sampled: int = 0
     cpu_chunks: tuple[CpuChunk, ...] = ()
+    splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
 
     @staticmethod
     def of(batch: HostBatch) -> Shape:
@@ -242,7 +244,7 @@ class Stages:
     def decode_attention(self, s: Shape, kv: Tensor) -> None:
         """The decode_gpu rows of a batch over their blocks. ``kv``: one layer of the GPU-cache."""
         c, f, cfg, b = self._channel(s), self._channel(s).fields, self._config, self.buffers
-        splits = n_splits(s.gpu_rows, cfg)
+        splits = s.splits or n_splits(s.gpu_rows, cfg)
         shape = {
             "HEADS": cfg.num_attention_heads,
             "HEAD_DIM": cfg.head_dim,
@@ -337,7 +339,7 @@ class Stages:
             b.tokens_out(s.channel),
             b.logprobs_out(s.channel),
             cfg.vocab_size,
-            VOCAB_PAD=triton.cdiv(cfg.vocab_size, 4096) * 4096,
-            BLOCK=4096,
-            num_warps=8,
+            VOCAB_PAD=triton.cdiv(cfg.vocab_size, GREEDY_BLOCK) * GREEDY_BLOCK,
+            BLOCK=GREEDY_BLOCK,
+            num_warps=16,
         )
