@@ -135,7 +135,19 @@ def _pipelines(
     if second:
         yield 0, second, 0
     if count > second + max(first, 0):
-        yield 0, count, 0
+        both = _balanced(cost, zero, count, tokens)
+        yield count - both, both, 0
+
+
+def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> int:
+    """Of all ``count`` rows, those in batch-1 for which both chains are as long: T_l + T_ca.
+
+    With more rows than the GPU's work hides, the CPU is what counts. All of them in one batch would
+    leave it idle for that batch's linear stage.
+    """
+    one = cost.linear(count / 2) + cost.handoff(count / 2)
+    cpu = cost.cpu_attn(count, tokens(count))
+    return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
 def _rides(
