@@ -210,14 +210,14 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
-            joined = best(view, cost, worth, load, count, lambda k: k * mean, forced=count)
-            gained = worth.token * (joined.first + joined.second + joined.riders / layers)
-            weight = share
-            if joined.seconds - alone > gained:
-                # They are left out, until the bound lets them in at any price.
-                weight = share / view.max_skipped
-            spent += share * alone + weight * (joined.seconds - alone)
-            value += share * alone + weight * gained
+            joined = best(view, cost, worth, load, count, lambda k: k * mean)
+            if not joined.rows or count > joined.rows * view.max_skipped:
+                # The bound on skips lets them in at any price.
+                due = -(-count // view.max_skipped)
+                joined = best(view, cost, worth, load, due, lambda k: k * mean, forced=due)
+            gained = joined.first + joined.second + joined.riders / layers
+            spent += share * joined.seconds
+            value += share * (alone + worth.token * gained)
         return value / spent
 
     layers = cost.num_layers
