@@ -62,6 +62,7 @@ class Scheduler:
         self._columns = Columns(blocks.slots.total)
         self._prefill_share = 0.0
         self._prefill_tokens = 0.0
+        self._cpu_decodes = 0.0
         self._mean_prompt = 0.0
         self._mean_output = 0.0
 
@@ -195,6 +196,7 @@ class Scheduler:
             max_skipped=self.config.max_skipped_iterations,
             prefill_share=self._prefill_share,
             prefill_tokens=self._prefill_tokens,
+            cpu_decodes=self._cpu_decodes,
             mean_prompt=self._mean_prompt,
             mean_output=self._mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
@@ -219,7 +221,7 @@ class Scheduler:
                 self._admit(seq_id, batches)
         step = self._step(plan, batches, swaps)
         self._note_skipped(plan, view, slots, step)
-        self._count_iteration(plan)
+        self._count_iteration(plan, step)
         return step
 
     def _step(self, plan: Plan, batches: list[Rows], swaps: tuple[StepSwap, ...]) -> Step:
@@ -352,10 +354,12 @@ class Scheduler:
         self._columns.note(slots[changed], counted)
         self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
 
-    def _count_iteration(self, plan: Plan) -> None:
+    def _count_iteration(self, plan: Plan, step: Step) -> None:
         self.metrics.iterations[self._kind(plan)] += 1
         prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
         self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
+        cpu_decodes = int((step.kind == RowKind.DECODE_CPU).sum())
+        self._cpu_decodes += _RECENT * (cpu_decodes - self._cpu_decodes)
         if prefill:
             self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
 

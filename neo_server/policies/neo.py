@@ -156,8 +156,8 @@ def _chunk_limit(draft: Draft, cost: CostModel, base: Load) -> int:
     least = int(base.tokens) + 1  # some prefill always advances
     limit = max(min(knee(cost, most), most), least)
     if view.mean_output:
-        holds = view.gpu_blocks_total * view.block_size + int(draft.cpu_tokens)
-        rows = holds / (view.mean_prompt + view.mean_output / 2)
+        holds = view.gpu_blocks_total * view.block_size
+        rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
         demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
         limit = max(limit, min(int(base.tokens + _SPARE * demand), most))
     if view.tpot_slo_s is None:
