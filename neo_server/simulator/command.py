@@ -79,7 +79,7 @@ def _setting(request: Request, policy: str) -> Setting:
         tpot_slo_s=None if request.tpot_slo_ms is None else request.tpot_slo_ms * 1e-3,
     )
     cost = RooflineCost(hardware, shape).with_cpu_bandwidth(request.cpu_bandwidth)
-    cpu_tokens = int(hardware.cpu_memory_gb * 1e9 / (shape.kv_bytes * shape.layers))
+    cpu_tokens = shape.tokens_in(hardware.cpu_memory_gb * 1e9)
     return Setting(policy, cost, tokens, cpu_tokens, config)
 
 
