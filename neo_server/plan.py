@@ -164,7 +164,9 @@ class View:
     mean_prompt: float = 0.0  # tokens, of the sequences that finished lately; 0: none did
     mean_output: float = 0.0
     tpot_slo_s: float | None = None
-    ttft_slo_s: float | None = None
+    # Id of the earliest request that waits for its first token and is not late, and the seconds
+    # until it is; None: no such request, or no target.
+    first_token_due: tuple[int, float] | None = None
 
     @overload
     def need(self, seq: SeqView, place: Place) -> int: ...

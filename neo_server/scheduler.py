@@ -7,7 +7,9 @@ a void row) raises the sequence's epoch, so that its rows in flight count for no
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -44,8 +46,9 @@ class Scheduler:
         cpu_workers: Callable[[], int],
         cost: CorrectedCost,
         modes: frozenset[Mode] = RUNNABLE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``modes``: kinds of plan that the gpu worker can run."""
+        """``modes``: kinds of plan that the gpu worker can run. ``clock``: seconds."""
         self.config = config
         self.policy = policy
         self.blocks = blocks
@@ -55,6 +58,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
+        self._clock = clock
+        self._awaited: deque[Sequence] = deque()  # by arrival, until their first token or too late
         self._max_swaps = max_swaps
         self._cpu_workers = cpu_workers
         self._plan_id = 0
@@ -80,6 +85,9 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
+        seq.arrived_s = self._clock()
+        if self.config.ttft_slo_s is not None:
+            self._awaited.append(seq)
         insort(self.waiting, seq, key=_BY_ARRIVAL)
 
     def finish(self, seq: Sequence) -> None:
@@ -164,6 +172,18 @@ class Scheduler:
         self._columns = Columns(blocks.slots.total)
         blocks.reported(self._plan_id)
 
+    def _first_token_due(self) -> tuple[int, float] | None:
+        if self.config.ttft_slo_s is None:
+            return None
+        begin = self._clock() + sum(seconds for _, seconds in self._expected.values())
+        late = begin - self.config.ttft_slo_s
+        while self._awaited:
+            seq = self._awaited[0]
+            if seq.state is not State.FINISHED and not seq.num_output and seq.arrived_s > late:
+                return seq.id, seq.arrived_s - late
+            self._awaited.popleft()
+        return None
+
     def _must_wait(self, plan: Plan) -> bool:
         """A plan in flight may end what makes this plan move somebody, or what makes it empty."""
         if plan.preempt or (plan.swap_out and self.blocks.has_deferred):
@@ -200,6 +220,7 @@ class Scheduler:
             mean_prompt=self._mean_prompt,
             mean_output=self._mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
+            first_token_due=self._first_token_due(),
         )
         return view, slots
 

@@ -132,6 +132,7 @@ class Simulation:
             cpu_workers=lambda: 1,
             cost=CorrectedCost(setting.believed or setting.cost),
             modes=setting.modes,
+            clock=lambda: self.now,
         )
         self.now = 0.0
         self._alive: dict[int, Timeline] = {}
