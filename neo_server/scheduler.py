@@ -233,7 +233,7 @@ class Scheduler:
         self._plan_id += 1
         self._preempt(plan.preempt)
         swaps = self._swap(plan)
-        riders = self._ride(plan, view)
+        riders = self._ride(plan)
         batches = [self._sorted(batch) for batch in plan.batches]
         if len(riders):
             batches = self._with_riders(batches, riders)
@@ -253,8 +253,7 @@ class Scheduler:
         seqs = tuple([self.running[seq_id] for seq_id in ids])
         slot = np.array([seq.slot for seq in seqs], np.int64)
         self._grow(seqs, slot, kind)
-        start = np.array([seq.num_computed for seq in seqs], np.int64)
-        ends = np.array([seq.num_planned for seq in seqs], np.int64)
+        start, ends = self._columns.progress(slot)
         sample = start + n_new == ends
         for seq, count, last in zip(seqs, n_new.tolist(), sample.tolist(), strict=True):
             seq.last_plan = self._plan_id
@@ -328,18 +327,22 @@ class Scheduler:
         self.metrics.num_swap_ins += len(plan.swap_in)
         return tuple(swaps)
 
-    def _ride(self, plan: Plan, view: View) -> list[Sequence]:
+    def _ride(self, plan: Plan) -> list[Sequence]:
         """Riders advance one layer; those that have passed all of them get their token."""
         arrived = []
-        for seq_id in plan.riders.tolist():
-            seq = self.running[seq_id]
-            seq.ride += 1
+        riders = [self.running[seq_id] for seq_id in plan.riders.tolist()]
+        layers = self.cost.num_layers
+        for seq in riders:
+            assert seq.slot is not None
+            if seq.ride == 0:  # room for the token, kept while it passes the layers
+                self.blocks.grow(seq, Place.CPU)
+                self._columns.hold(seq.slot, len(seq.pages))
+            seq.ride = (seq.ride + 1) % layers
             seq.last_plan = self._plan_id
-            self.blocks.grow(seq, Place.CPU)
-            if seq.ride >= self.cost.num_layers:
-                seq.ride = 0
+            if seq.ride == 0:
                 arrived.append(seq)
-            self._columns.put(seq)
+        slots = np.array([seq.slot for seq in riders], np.int64)
+        self._columns.rode(slots, np.array([seq.ride for seq in riders], np.int64))
         return arrived
 
     @staticmethod
