@@ -181,7 +181,8 @@ void value_strip(const TaskInput& in, const TaskOutput& out, const Block& block,
 template <wire::DType D, std::uint32_t kHeads>
 void value_heads(const TaskInput& in, const TaskOutput& out, const Block& block, std::uint32_t h0,
                  const float* weights) {
-  constexpr std::uint32_t kWide = kHeads == 1 ? 4 : 2;
+  // Twelve sums for four heads: eight would just cover the latency of two FMA a cycle.
+  constexpr std::uint32_t kWide = kHeads == 1 ? 4 : (kHeads == 4 ? 3 : 2);
   std::uint32_t d = 0;
   for (; d + kWide * Vec::kWidth <= in.head_dim; d += kWide * Vec::kWidth) {
     value_strip<D, kHeads, kWide>(in, out, block, h0, d, weights);
