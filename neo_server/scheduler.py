@@ -7,7 +7,9 @@ a void row) raises the sequence's epoch, so that its rows in flight count for no
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -44,8 +46,9 @@ class Scheduler:
         cpu_workers: Callable[[], int],
         cost: CorrectedCost,
         modes: frozenset[Mode] = RUNNABLE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``modes``: kinds of plan that the gpu worker can run."""
+        """``modes``: kinds of plan that the gpu worker can run. ``clock``: seconds."""
         self.config = config
         self.policy = policy
         self.blocks = blocks
@@ -55,6 +58,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
+        self._clock = clock
+        self._awaited: deque[Sequence] = deque()  # by arrival, until their first token or too late
         self._max_swaps = max_swaps
         self._cpu_workers = cpu_workers
         self._plan_id = 0
@@ -62,6 +67,7 @@ class Scheduler:
         self._columns = Columns(blocks.slots.total)
         self._prefill_share = 0.0
         self._prefill_tokens = 0.0
+        self._cpu_decodes = 0.0
         self._mean_prompt = 0.0
         self._mean_output = 0.0
 
@@ -79,6 +85,9 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
+        seq.arrived_s = self._clock()
+        if self.config.ttft_slo_s is not None:
+            self._awaited.append(seq)
         insort(self.waiting, seq, key=_BY_ARRIVAL)
 
     def finish(self, seq: Sequence) -> None:
@@ -164,6 +173,18 @@ class Scheduler:
         self._columns = Columns(blocks.slots.total)
         blocks.reported(self._plan_id)
 
+    def _first_token_due(self) -> tuple[int, float] | None:
+        if self.config.ttft_slo_s is None:
+            return None
+        begin = self._clock() + sum(seconds for _, seconds in self._expected.values())
+        late = begin - self.config.ttft_slo_s
+        while self._awaited:
+            seq = self._awaited[0]
+            if seq.state is not State.FINISHED and not seq.num_output and seq.arrived_s > late:
+                return seq.id, seq.arrived_s - late
+            self._awaited.popleft()
+        return None
+
     def _must_wait(self, plan: Plan) -> bool:
         """A plan in flight may end what makes this plan move somebody, or what makes it empty."""
         if plan.preempt or (plan.swap_out and self.blocks.has_deferred):
@@ -196,9 +217,11 @@ class Scheduler:
             max_skipped=self.config.max_skipped_iterations,
             prefill_share=self._prefill_share,
             prefill_tokens=self._prefill_tokens,
+            cpu_decodes=self._cpu_decodes,
             mean_prompt=self._mean_prompt,
             mean_output=self._mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
+            first_token_due=self._first_token_due(),
         )
         return view, slots
 
@@ -211,7 +234,7 @@ class Scheduler:
         self._plan_id += 1
         self._preempt(plan.preempt)
         swaps = self._swap(plan)
-        riders = self._ride(plan, view)
+        riders = self._ride(plan)
         batches = [self._sorted(batch) for batch in plan.batches]
         if len(riders):
             batches = self._with_riders(batches, riders)
@@ -220,7 +243,7 @@ class Scheduler:
                 self._admit(seq_id, batches)
         step = self._step(plan, batches, swaps)
         self._note_skipped(plan, view, slots, step)
-        self._count_iteration(plan)
+        self._count_iteration(plan, step)
         return step
 
     def _step(self, plan: Plan, batches: list[Rows], swaps: tuple[StepSwap, ...]) -> Step:
@@ -231,8 +254,7 @@ class Scheduler:
         seqs = tuple([self.running[seq_id] for seq_id in ids])
         slot = np.array([seq.slot for seq in seqs], np.int64)
         self._grow(seqs, slot, kind)
-        start = np.array([seq.num_computed for seq in seqs], np.int64)
-        ends = np.array([seq.num_planned for seq in seqs], np.int64)
+        start, ends = self._columns.progress(slot)
         sample = start + n_new == ends
         for seq, count, last in zip(seqs, n_new.tolist(), sample.tolist(), strict=True):
             seq.last_plan = self._plan_id
@@ -306,18 +328,22 @@ class Scheduler:
         self.metrics.num_swap_ins += len(plan.swap_in)
         return tuple(swaps)
 
-    def _ride(self, plan: Plan, view: View) -> list[Sequence]:
+    def _ride(self, plan: Plan) -> list[Sequence]:
         """Riders advance one layer; those that have passed all of them get their token."""
         arrived = []
-        for seq_id in plan.riders.tolist():
-            seq = self.running[seq_id]
-            seq.ride += 1
+        riders = [self.running[seq_id] for seq_id in plan.riders.tolist()]
+        layers = self.cost.num_layers
+        for seq in riders:
+            assert seq.slot is not None
+            if seq.ride == 0:  # room for the token, kept while it passes the layers
+                self.blocks.grow(seq, Place.CPU)
+                self._columns.hold(seq.slot, len(seq.pages))
+            seq.ride = (seq.ride + 1) % layers
             seq.last_plan = self._plan_id
-            self.blocks.grow(seq, Place.CPU)
-            if seq.ride >= self.cost.num_layers:
-                seq.ride = 0
+            if seq.ride == 0:
                 arrived.append(seq)
-            self._columns.put(seq)
+        slots = np.array([seq.slot for seq in riders], np.int64)
+        self._columns.rode(slots, np.array([seq.ride for seq in riders], np.int64))
         return arrived
 
     @staticmethod
@@ -353,10 +379,12 @@ class Scheduler:
         self._columns.note(slots[changed], counted)
         self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
 
-    def _count_iteration(self, plan: Plan) -> None:
+    def _count_iteration(self, plan: Plan, step: Step) -> None:
         self.metrics.iterations[self._kind(plan)] += 1
         prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
         self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
+        cpu_decodes = int((step.kind == RowKind.DECODE_CPU).sum())
+        self._cpu_decodes += _RECENT * (cpu_decodes - self._cpu_decodes)
         if prefill:
             self.metrics.prefill_iterations[self._kind(plan)] += 1
             self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
