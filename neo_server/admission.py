@@ -57,6 +57,13 @@ def check_prompt(ids: list[int], vocab_size: int, limit: int, limit_name: str) -
     _require("prompt token id", max(ids), max(ids) < vocab_size, f"below vocab_size, {vocab_size}")
 
 
+def check_stop_strings(stop: tuple[str, ...], has_tokenizer: bool) -> None:
+    """Refuses stop strings where outputs have no text."""
+    _require(
+        "number of stop strings", len(stop), has_tokenizer or not stop, "0 without a tokenizer"
+    )
+
+
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
     """Sampling parameters with the defaults filled in."""
     temperature = message.temperature if message.HasField("temperature") else 1.0

@@ -9,14 +9,18 @@ from neo_server.geometry import cpu_page_bytes, num_cpu_pages
 from neo_server.launch import Options, Resolved
 
 
-def print_banner(console: Console, options: Options, resolved: Resolved) -> None:
-    """One table: setting, value, reason."""
+def print_banner(
+    console: Console, options: Options, resolved: Resolved, *, offline: bool = False
+) -> None:
+    """One table: setting, value, reason. ``offline``: there is no public service."""
+    verb = "runs" if offline else "serves"
     table = Table(
-        title=f"NEO serves {options.served_model_name or options.model}", title_style="bold"
+        title=f"NEO {verb} {options.served_model_name or options.model}", title_style="bold"
     )
     for column in ("setting", "value", "why"):
         table.add_column(column, overflow="fold")
-    for setting, value, reason in rows(options, resolved):
+    chosen = rows(options, resolved)
+    for setting, value, reason in chosen if offline else [*chosen, *_ports(options)]:
         table.add_row(setting, value, reason)
     console.print(table)
 
@@ -31,6 +35,7 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
     return [
         ("device", worker.device, why.get("device", "as given")),
         ("dtype", worker.dtype.value, why.get("dtype", "as given")),
+        *_tokenizer(resolved),
         ("scheduling policy", scheduler.scheduling_policy, ""),
         ("max_model_len", str(scheduler.max_model_len), why.get("max_model_len", "as given")),
         ("max_num_seqs", str(scheduler.max_num_seqs), why.get("max_num_seqs", "as given")),
@@ -59,9 +64,21 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
             f"{worker.reserved_cores}, {'pinned' if worker.pin_cpu_attn_threads else 'unpinned'}",
             why.get("reserved_cores", "as given"),
         ),
+    ]
+
+
+def _ports(options: Options) -> list[tuple[str, str, str]]:
+    return [
         ("port", f"{options.host}:{options.port}", "0: chosen by the system, see the log"),
         ("control port", f"{options.control_host}:{options.control_port}", "for workers"),
     ]
+
+
+def _tokenizer(resolved: Resolved) -> list[tuple[str, str, str]]:
+    """Only where there is none."""
+    if resolved.has_tokenizer:
+        return []
+    return [("tokenizer", "none", resolved.reasons.get("skip_tokenizer_init", "as given"))]
 
 
 def _gpu_cache(options: Options, block_size: int) -> tuple[str, str]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, cast
 
 import grpc
 import typer
 import uvloop
 from rich.console import Console
-from rich.logging import RichHandler
 
+from neo_server.bench.commands import app as bench_app
 from neo_server.errors import ConfigurationError, NeoError
+from neo_server.flags import takes
 from neo_server.launch import Device, Options, resolve
+from neo_server.log import log_to
 from neo_server.options import DEFAULT_CONTROL_PORT
 from protos import control_pb2, control_pb2_grpc
 
@@ -29,41 +27,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 _CONTROL = f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the fields of ``Options`` as its parameters; typer reads the signature."""
-    hints = get_type_hints(Options, include_extras=True)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            kind,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        )
-        for field in fields(Options)
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = hints
-    return command
-
-
 @app.command()
-@_with_options
-def serve(**flags: Any) -> None:
+@takes(Options)
+def serve(options: Options) -> None:
     """Serves a model over gRPC."""
-    _run_server(Options(**flags))
-
-
-def _run_server(options: Options) -> None:
     from neo_native import NativeError
     from neo_server.banner import print_banner
     from neo_server.server import Server
 
     console = Console(stderr=True)
-    _log_to(console)
+    log_to(console)
     try:
         resolved = resolve(options)
         server = Server(options, resolved)
@@ -71,16 +48,6 @@ def _run_server(options: Options) -> None:
         uvloop.run(server.run())
     except (NeoError, NativeError, ValueError) as error:
         _fail(error)
-
-
-def _log_to(console: Console) -> None:
-    """For people on a terminal; one plain line an event in a file."""
-    if console.is_terminal:
-        handler: logging.Handler = RichHandler(console=console, show_path=False, markup=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    else:
-        line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.basicConfig(level=logging.INFO, format=line)
 
 
 @app.command()

@@ -33,7 +33,7 @@ from neo_server.request import (
 )
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
-from neo_server.tokenizer import StopStrings, Tokenizer
+from neo_server.tokenizer import AnyTokenizer, StopStrings
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         gpu: GpuLink,
-        tokenizer: Tokenizer,
+        tokenizer: AnyTokenizer,
         make_blocks: Callable[[int], BlockManager],
         max_waiting: int,
         on_void: Callable[[], None] = lambda: None,  # the cpu workers left a plan's rows undone
@@ -104,7 +104,12 @@ class Engine:
             self._publish(self.scheduler.update(step, result))
 
     def submit(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, stop: StopConditions
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stop: StopConditions,
+        stream: OutputStream | None = None,  # None: a new one
     ) -> OutputStream:
         """Queues a checked request; its output comes through the stream."""
         if not self.accepting:
@@ -119,7 +124,8 @@ class Engine:
         sequence.max_len = len(prompt) + stop.max_tokens
         stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
         request = Request(
-            request_id, sequence, stop, self.tokenizer.detokenizer(), stops, OutputStream()
+            *(request_id, sequence, stop, self.tokenizer.detokenizer(), stops),
+            stream or OutputStream(),
         )
         self._requests[request_id] = request
         self._by_sequence[sequence.id] = request

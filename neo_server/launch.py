@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
 from neo_native import cores
+from neo_server import architectures
 from neo_server.core_plan import CorePlan, plan_cores
 from neo_server.errors import ConfigurationError
 from neo_server.options import Device, LoadFormat, Options
@@ -50,6 +51,7 @@ class Resolved:
     config: EngineConfig
     model: ModelConfig
     reasons: dict[str, str] = field(default_factory=dict)  # of what was not given
+    has_tokenizer: bool = True
 
 
 def has_cuda_device() -> bool:
@@ -73,10 +75,10 @@ def torch_has_cuda() -> bool:
 def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) -> Resolved:
     """Chooses what was left open. Raises ``ConfigurationError`` with field, value and limit."""
     _check_flags(options)
-    path = model_directory(options.model)
+    path = model_directory(options.model, options.load_format)
     model = _model_config(options.model, path)
     reasons: dict[str, str] = {}
-    options = _offloading(options, reasons)
+    options = _tokenizer(_offloading(options, reasons), path, reasons)
     try:
         worker = _worker_config(options, model, has_cuda, reasons)
         scheduler = _scheduler_config(options, model, reasons)
@@ -95,7 +97,7 @@ def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) ->
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(f"{where} is {first['input']!r}: {first['msg']}") from error
     config = EngineConfig(model_path=str(path), cache=cache, scheduler=scheduler, worker=worker)
-    return Resolved(config, model, reasons)
+    return Resolved(config, model, reasons, has_tokenizer=not options.skip_tokenizer_init)
 
 
 def _check_flags(options: Options) -> None:
@@ -167,19 +169,37 @@ def _kv_cache_dtype(options: Options) -> KvCacheDType:
         ) from error
 
 
-def model_directory(model: str) -> Path:
-    """A local directory as it is; anything else is a hub id, which is downloaded."""
+def model_directory(model: str, load_format: LoadFormat = "auto") -> Path:
+    """A local directory as it is; a hub id is downloaded.
+
+    Where weights are random, the names of ``architectures`` come before the hub's, and no weights
+    are downloaded.
+    """
     local = Path(model)
     if local.is_dir():
         return local.resolve()
     if local.is_absolute() or model.startswith("."):
         raise ConfigurationError(f"model is {model!r}; there is no such directory")
+    dummy = load_format == "dummy"
+    if dummy and (found := architectures.find(model)) is not None:
+        return found
+    files = ["*.json", "*.jinja"] if dummy else ["*.json", "*.jinja", "*.safetensors"]
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+        return Path(snapshot_download(model, allow_patterns=files))
     except Exception as error:
+        names = f", none of {', '.join(architectures.known())}" if dummy else ""
         raise ConfigurationError(
-            f"model is {model!r}: no such directory, and the hub says: {error}"
+            f"model is {model!r}: no such directory{names}, and the hub says: {error}"
         ) from error
+
+
+def _tokenizer(options: Options, path: Path, reasons: dict[str, str]) -> Options:
+    """Random weights need no tokenizer; where there is none, prompts are token ids."""
+    missing = not (path / "tokenizer.json").exists()
+    if options.skip_tokenizer_init or not (missing and options.load_format == "dummy"):
+        return options
+    reasons["skip_tokenizer_init"] = "no tokenizer.json, random weights: prompts are token ids"
+    return replace(options, skip_tokenizer_init=True)
 
 
 def _worker_config(

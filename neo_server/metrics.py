@@ -16,6 +16,10 @@ class Metrics:
     """Totals since the server became ready."""
 
     iterations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITERATION_KINDS, 0))
+    prefill_iterations: dict[str, int] = field(  # those of ``iterations`` with prompt tokens
+        default_factory=lambda: dict.fromkeys(ITERATION_KINDS, 0)
+    )
+    device_s: float = 0.0  # sum of what the gpu worker reports as ``elapsed`` of its plans
     num_gpu_decodes: int = 0
     num_cpu_decodes: int = 0
     num_preemptions: int = 0

@@ -1,4 +1,4 @@
-"""The flags of ``neo serve``, each named once: field, type, help and default."""
+"""The flags of every command that starts an engine, each named once: type, help and default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ DEFAULT_CONTROL_PORT = 50052
 class Options:
     """``None`` and ``auto`` are for ``launch.resolve`` to choose."""
 
-    model: Annotated[str, Argument(help="Local Hugging Face directory, or hub id.")]
+    model: Annotated[
+        str,
+        Argument(
+            help="Local Hugging Face directory, or hub id; with --load-format dummy also "
+            "Llama-2-7B, Llama-3.1-8B or Llama-3.1-70B."
+        ),
+    ]
     host: str = "127.0.0.1"
     port: Annotated[int, Option(help="0: any free port.")] = 50051
     control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
@@ -52,6 +58,9 @@ class Options:
             "neo, mixed, or module:attribute."
         ),
     ] = "neo"
+    skip_tokenizer_init: Annotated[
+        bool, Option(help="Prompts and outputs are token ids; no tokenizer is needed.")
+    ] = False
     block_size: Annotated[int, Option(help="Tokens of a GPU block.")] = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: Annotated[int | None, Option(help="Of the GPU-cache.")] = None

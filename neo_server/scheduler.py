@@ -125,6 +125,7 @@ class Scheduler:
         if result.plan_id != step.plan_id or len(result.statuses) != len(step.seqs):
             raise PlanError(f"result of plan {result.plan_id} does not answer {step.plan_id}")
         self.in_flight -= 1
+        self.metrics.device_s += result.elapsed_s
         self.cost.learn(*self._expected.pop(step.plan_id), result)
         self.blocks.reported(step.plan_id)
         sampled: list[tuple[Sequence, int]] = []
@@ -357,6 +358,7 @@ class Scheduler:
         prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
         self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
         if prefill:
+            self.metrics.prefill_iterations[self._kind(plan)] += 1
             self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
 
     @staticmethod

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,12 +34,14 @@ from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
-from neo_server.tokenizer import Tokenizer
+from neo_server.tokenizer import AnyTokenizer, NoTokenizer, Tokenizer
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Work = Callable[[ServerState, Engine], Coroutine[Any, Any, T]]
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
 _PLAN_TIMEOUT_S = {"cuda": 60.0, "cpu": 600.0}  # a CPU prefills a large model's prompt slowly
@@ -82,6 +84,10 @@ class Server:
         try:
             state = await self._open()
             assert state.supervisor is not None
+            self.address = await self._listen(
+                self._public_server(state), self.options.host, self.options.port
+            )
+            _log.info("listening on %s, control on %s", self.address, self.control_address)
             await race(self._serve(state), state.supervisor.failure(), first.wait())
             _log.info("draining: at most %s s", self.options.shutdown_timeout)
             await race(self._drain(state), second.wait())
@@ -98,12 +104,32 @@ class Server:
         finally:
             await self._close()
 
+    async def offline(self, work: Work[T]) -> T:
+        """Runs ``work`` on a warm engine, without the public service; then ends everything.
+
+        Raises what the work raises, and ``NeoError`` when the engine or a worker fails meanwhile.
+        """
+        try:
+            state = await self._open()
+            assert state.supervisor is not None
+            return await first_of(self._work_offline(state, work), state.supervisor.failure())
+        finally:
+            await self._close()
+
+    async def _work_offline(self, state: ServerState, work: Work[T]) -> T:
+        engine = await self._start_engine(state)
+        assert self._engine_task is not None
+        return await first_of(work(state, engine), asyncio.shield(self._engine_task))
+
     async def _open(self) -> ServerState:
-        """Segments, services (NOT_SERVING), worker processes."""
+        """Segments, the control service, worker processes; health is NOT_SERVING."""
         config, model = self.resolved.config, self.resolved.model
         workers = config.worker.cpu_attn_workers + _SPARE_WORKERS
-        tokenizer = Tokenizer.from_pretrained(config.model_path)
-        chat_template = ChatTemplate.from_pretrained(config.model_path)
+        tokenizer: AnyTokenizer = NoTokenizer()
+        chat_template = None
+        if self.resolved.has_tokenizer:
+            tokenizer = Tokenizer.from_pretrained(config.model_path)
+            chat_template = ChatTemplate.from_pretrained(config.model_path)
         memory = SharedMemory(geometry_fields(config, model, workers), config.cache.shm_dir)
         gpu = GpuClient(
             memory.producer,
@@ -136,10 +162,6 @@ class Server:
             lambda: gpu.is_ready,
         )
         state.supervisor.start(config.worker.cpu_attn_workers)
-        self.address = await self._listen(
-            self._public_server(state), self.options.host, self.options.port
-        )
-        _log.info("listening on %s, control on %s", self.address, self.control_address)
         return state
 
     async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
@@ -177,6 +199,18 @@ class Server:
 
     async def _serve(self, state: ServerState) -> None:
         """Becomes ready, then follows the engine, which ends only by failing."""
+        engine = await self._start_engine(state)
+        assert self._engine_task is not None
+        self._is_ready = True
+        self._gpu_changed(state.gpu.is_ready)
+        if self.options.address_file is not None:
+            write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
+        blocks, limit = engine.scheduler.blocks, engine.scheduler.max_tokens_per_sequence
+        _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
+        await asyncio.shield(self._engine_task)
+
+    async def _start_engine(self, state: ServerState) -> Engine:
+        """Waits for the gpu worker; the engine has run once when this returns."""
         blocks = self._make_blocks(await state.gpu.recovered())
         table = state.gpu.table
         pool = state.memory.cpu_pool
@@ -202,15 +236,9 @@ class Server:
         await race(_warm_up(engine), asyncio.shield(self._engine_task))
         engine.reset_metrics()
         state.engine = engine
-        self._is_ready = True
         assert state.supervisor is not None
         state.supervisor.server_is_ready()
-        self._gpu_changed(state.gpu.is_ready)
-        if self.options.address_file is not None:
-            write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
-        limit = scheduler.max_tokens_per_sequence
-        _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
-        await asyncio.shield(self._engine_task)
+        return engine
 
     def _make_blocks(self, num_gpu_blocks: int) -> BlockManager:
         assert self.state is not None
@@ -289,6 +317,13 @@ async def race(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_of(work: Coroutine[Any, Any, T], *others: Awaitable[Any]) -> T:
+    """The result of ``work``; an error of the others, which end only by failing, comes first."""
+    task = asyncio.ensure_future(work)
+    await race(task, *(asyncio.ensure_future(other) for other in others))
+    return task.result()
 
 
 async def _warm_up(engine: Engine) -> None:

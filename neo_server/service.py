@@ -13,6 +13,7 @@ from neo_server.admission import (
     check_length,
     check_prompt,
     check_request_id,
+    check_stop_strings,
     check_text,
     sampling_of,
     stop_of,
@@ -58,6 +59,7 @@ class InferenceService(rpc.InferenceServicer):
         check_prompt(ids, model.vocab_size, limit, limit_name)
         sampling = sampling_of(message.sampling_params)
         stop = stop_of(message.stop_conditions, limit - len(ids), model)
+        check_stop_strings(stop.stop, self._state.resolved.has_tokenizer)
         engine.submit(request_id, ids, sampling, stop)
         served = engine.request(request_id)
         assert served is not None

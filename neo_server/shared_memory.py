@@ -33,6 +33,7 @@ class WorkerEntry:
     tasks: int
     busy_s: float
     kv_bytes_read: int
+    heartbeat_ns: int  # CLOCK_MONOTONIC, when the counters were written
 
 
 class SharedMemory:
@@ -77,6 +78,7 @@ class SharedMemory:
                 tasks=int(entry["tasks"]),
                 busy_s=float(entry["busy_ns"]) * 1e-9,
                 kv_bytes_read=int(entry["kv_bytes"]),
+                heartbeat_ns=int(entry["heartbeat_ns"]),
             )
             for row in np.flatnonzero(table["state"])
             for entry in (table[row],)

@@ -12,7 +12,7 @@ from neo_server.gpu_client import GpuClient
 from neo_server.launch import Options, Resolved
 from neo_server.shared_memory import SharedMemory
 from neo_server.supervisor import Supervisor
-from neo_server.tokenizer import Tokenizer
+from neo_server.tokenizer import AnyTokenizer
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class ServerState:
 
     options: Options
     resolved: Resolved
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     chat_template: ChatTemplate | None
     memory: SharedMemory
     gpu: GpuClient

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from neo_server.errors import ConfigurationError
+from neo_server.errors import ConfigurationError, InvalidRequestError
 
 # One text at a time gains nothing from a thread pool of the size of the machine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -67,6 +67,23 @@ class Tokenizer:
             return None
         token: str | None = self._rust.id_to_token(token_id)
         return token
+
+
+class NoTokenizer:
+    """For token ids alone: outputs have no text."""
+
+    longest_token = 1  # characters
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ``InvalidRequestError``."""
+        raise InvalidRequestError("prompt is text; without a tokenizer it must be token_ids")
+
+    def detokenizer(self) -> Detokenizer:
+        """One that finds no text."""
+        return NoDetokenizer()
+
+
+AnyTokenizer = Tokenizer | NoTokenizer
 
 
 class Detokenizer(Protocol):
@@ -150,6 +167,18 @@ class WindowDetokenizer:
         del self._window[: self._done]
         self._done = len(self._window)
         return text
+
+
+class NoDetokenizer:
+    """For engines without a tokenizer."""
+
+    def feed(self, token_id: int) -> str:
+        """Nothing."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing."""
+        return ""
 
 
 class StopStrings:

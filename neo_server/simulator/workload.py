@@ -50,12 +50,14 @@ def _length(prompt: int | list[int]) -> int:
     return prompt if isinstance(prompt, int) else len(prompt)
 
 
-def synthetic(num_prompt: int, num_output: int, count: int, seed: int = 0) -> Lengths:
-    """Both uniform within a tenth of their means (arXiv 2411.01142, section 6.1)."""
+def synthetic(
+    num_prompt: int, num_output: int, count: int, seed: int = 0, spread: float = 0.1
+) -> Lengths:
+    """Both uniform within a share of their means: a tenth in arXiv 2411.01142, section 6.1."""
     rng = random.Random(seed)
 
     def draw(mean: int) -> int:
-        return max(1, round(rng.uniform(0.9 * mean, 1.1 * mean)))
+        return max(1, round(rng.uniform((1.0 - spread) * mean, (1.0 + spread) * mean)))
 
     return [(draw(num_prompt), draw(num_output)) for _ in range(count)]
 

@@ -6,7 +6,16 @@ import grpc
 import pytest
 
 from neo_server import errors
-from neo_server.admission import check_prompt, check_request_id, check_text, sampling_of, stop_of
+from neo_server.admission import (
+    check_prompt,
+    check_request_id,
+    check_stop_strings,
+    check_text,
+    sampling_of,
+    stop_of,
+)
+from neo_server.errors import InvalidRequestError
+from neo_server.tokenizer import NoTokenizer
 from protos import inference_pb2 as pb
 from protos.model_config import parse_model_config
 from tests.unit.neo_server.conftest import CONFIG
@@ -120,3 +129,14 @@ def test_the_longest_prompt_passes_and_request_ids_are_made_or_kept() -> None:
 )
 def test_each_error_has_its_status(error: type[errors.NeoError], code: grpc.StatusCode) -> None:
     assert errors.to_status(error("why")) == (code, "why")
+
+
+def test_without_a_tokenizer_text_and_stop_strings_are_refused() -> None:
+    check_stop_strings(("x",), True)
+    check_stop_strings((), False)
+    with pytest.raises(InvalidRequestError, match=r"stop strings is 1.*0 without a tokenizer"):
+        check_stop_strings(("x",), False)
+    with pytest.raises(InvalidRequestError, match="token_ids"):
+        NoTokenizer().encode("text")
+    detokenizer = NoTokenizer().detokenizer()
+    assert (detokenizer.feed(1), detokenizer.flush()) == ("", "")

@@ -1,0 +1,80 @@
+"""Gives the engine all requests at once and notes when their tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from neo_server.bench.workload import Prompt
+from neo_server.engine import Engine
+from neo_server.errors import ConfigurationError, NeoError
+from neo_server.request import Finish, OutputStream, SamplingParams, StopConditions
+
+
+class Recorder(OutputStream):
+    """An output stream that nobody reads; ``on_end`` is called once, at its end."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        super().__init__()
+        self.error: NeoError | None = None
+        self.times: list[float] = []  # of every token, by time.perf_counter()
+        self._on_end = on_end
+
+    def push(self, text: str, token_ids: Sequence[int], finish: Finish | None = None) -> None:
+        """See ``OutputStream``."""
+        self.times.extend([time.perf_counter()] * len(token_ids))
+        if finish is not None:
+            self._on_end()
+
+    def fail(self, error: NeoError) -> None:
+        """See ``OutputStream``."""
+        super().fail(error)
+        self.error = error
+        self._on_end()
+
+
+async def drive(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    on_end: Callable[[], None] = lambda: None,
+) -> tuple[float, list[Recorder]]:
+    """When the requests were submitted (``time.perf_counter()``), and their records.
+
+    ``on_end`` is called whenever a request ends. Raises the first error of a request, and
+    ``ConfigurationError`` for one that the caches can never hold.
+    """
+    _check(engine, prompts)
+    left = len(prompts)
+    over = asyncio.Event()
+
+    def one_ended() -> None:
+        nonlocal left
+        left -= 1
+        on_end()
+        if not left:
+            over.set()
+
+    begin = time.perf_counter()
+    records = [Recorder(one_ended) for _ in prompts]
+    for i, (prompt, record) in enumerate(zip(prompts, records, strict=True)):
+        sampling = SamplingParams(seed=i, temperature=temperature)
+        stop = StopConditions(max_tokens=prompt.num_output)
+        engine.submit(f"bench-{i}", prompt.ids, sampling, stop, record)
+    await over.wait()
+    for prompt, record in zip(prompts, records, strict=True):
+        if record.error is not None:
+            raise record.error
+        if len(record.times) != prompt.num_output:
+            raise NeoError(f"{len(record.times)} tokens came where {prompt.num_output} were asked")
+    return begin, records
+
+
+def _check(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    limit = engine.scheduler.max_tokens_per_sequence
+    longest = max(len(prompt.ids) + prompt.num_output for prompt in prompts)
+    if longest > limit:
+        raise ConfigurationError(
+            f"a request has {longest} tokens; max_model_len and the caches allow {limit}"
+        )

@@ -1,0 +1,154 @@
+"""``neo bench throughput``: all requests at once, one line of figures for each policy."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import uvloop
+from rich.console import Console
+from typer import Option
+
+from neo_server.banner import print_banner
+from neo_server.bench.counters import CpuWork, fresh_entries, work_between
+from neo_server.bench.drive import Recorder, drive
+from neo_server.bench.progress import progress
+from neo_server.bench.workload import Prompt, lengths_of, prompts_of
+from neo_server.engine import Engine
+from neo_server.launch import Options, resolve
+from neo_server.metrics import Metrics
+from neo_server.server import Server
+from neo_server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputFlags:
+    """The flags of ``neo bench throughput`` beside the engine's."""
+
+    input_len: Annotated[int, Option(help="Tokens of a prompt.")] = 1000
+    output_len: Annotated[int, Option(help="Tokens that each request generates.")] = 100
+    num_prompts: Annotated[
+        int | None, Option(help="Requests. Default: 100; of a trace all.", min=1)
+    ] = None
+    random_range_ratio: Annotated[
+        float, Option(help="Lengths are uniform within this share of both.", min=0.0, max=1.0)
+    ] = 0.0
+    dataset_path: Annotated[
+        Path | None,
+        Option(
+            help="A trace instead of fixed lengths: CSV with ContextTokens and GeneratedTokens, "
+            "or JSON with prompt and max_tokens.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    temperature: Annotated[float, Option(help="0: greedy.", min=0.0)] = 1.0
+    policies: Annotated[
+        str | None, Option(help="Names with commas, run one after the other, side by side.")
+    ] = None
+
+
+def run(options: Options, flags: ThroughputFlags, console: Console) -> None:
+    """Prints a JSON line a policy. Raises ``NeoError``; what is impossible before any starts."""
+    names = [name.strip() for name in (flags.policies or options.scheduling_policy).split(",")]
+    each = [replace(options, scheduling_policy=name) for name in names]
+    first: dict[str, Any] | None = None
+    for one in each:
+        _prompts(one, flags)
+    for one in each:
+        line = run_policy(one, flags, console)
+        if flags.policies is not None:
+            first = first or line
+            line["relative"] = line["requests_per_s"] / first["requests_per_s"]
+        print(json.dumps(line), flush=True)
+        gc.collect()  # an unlinked CPU-cache takes memory until its last mapping goes
+
+
+def run_policy(options: Options, flags: ThroughputFlags, console: Console) -> dict[str, Any]:
+    """Starts the workers, runs the requests and ends the workers; returns the figures."""
+    prompts = _prompts(options, flags)
+    options = replace(options, max_waiting=max(options.max_waiting, len(prompts)))
+    resolved = resolve(options)
+    print_banner(console, options, resolved, offline=True)
+
+    async def work(state: ServerState, engine: Engine) -> dict[str, Any]:
+        before = await fresh_entries(state.memory)
+        with progress(console, options.scheduling_policy, len(prompts)) as advance:
+            begin, records = await drive(engine, prompts, flags.temperature, advance)
+        cpu = work_between(before, await fresh_entries(state.memory))
+        return {
+            "model": options.model,
+            "policy": options.scheduling_policy,
+            **figures(begin, prompts, records, engine.scheduler.metrics, cpu),
+            "device": state.gpu.device,
+            "dtype": resolved.config.worker.dtype.value,
+            "num_gpu_blocks": engine.scheduler.blocks.blocks.total,
+            "num_cpu_pages": engine.scheduler.blocks.pages.total,
+            "cpu_kv_cache_dtype": resolved.config.cache.cpu_kv_cache_dtype.value,
+            "max_num_batched_tokens": resolved.config.scheduler.max_num_batched_tokens,
+            "seed": options.seed,
+        }
+
+    return uvloop.run(Server(options, resolved).offline(work))
+
+
+def _prompts(options: Options, flags: ThroughputFlags) -> list[Prompt]:
+    resolved = resolve(options)
+    lengths = lengths_of(
+        *(flags.dataset_path, flags.input_len, flags.output_len, flags.num_prompts),
+        resolved.config.scheduler.max_model_len,
+        options.seed,
+        flags.random_range_ratio,
+    )
+    return prompts_of(lengths, resolved.model.vocab_size, options.seed)
+
+
+def figures(
+    begin: float,
+    prompts: Sequence[Prompt],
+    records: Sequence[Recorder],
+    metrics: Metrics,
+    cpu: CpuWork,
+) -> dict[str, Any]:
+    """From the first submission to the last token; ``begin`` by ``time.perf_counter()``."""
+    elapsed_s = max(record.times[-1] for record in records) - begin
+    num_prompt = sum(len(prompt.ids) for prompt in prompts)
+    num_output = sum(len(record.times) for record in records)
+    tpot = [
+        (record.times[-1] - record.times[0]) / (len(record.times) - 1)
+        for record in records
+        if len(record.times) > 1
+    ]
+    return {
+        "requests_per_s": len(records) / elapsed_s,
+        "output_tokens_per_s": num_output / elapsed_s,
+        "total_tokens_per_s": (num_prompt + num_output) / elapsed_s,
+        "elapsed_s": elapsed_s,
+        "num_requests": len(records),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "mean_ttft_s": fmean(record.times[0] - begin for record in records),
+        "mean_tpot_s": fmean(tpot) if tpot else None,
+        "gpu_busy_share": gpu_busy_share(metrics, elapsed_s),
+        "cpu_busy_share": cpu.busy_s / (cpu.threads * elapsed_s) if cpu.threads else 0.0,
+        "cpu_kv_bytes_per_s": cpu.kv_bytes / elapsed_s,
+        "iterations": dict(metrics.iterations),
+        "prefill_iterations": dict(metrics.prefill_iterations),
+        "num_gpu_decodes": metrics.num_gpu_decodes,
+        "num_cpu_decodes": metrics.num_cpu_decodes,
+        "num_preemptions": metrics.num_preemptions,
+        "num_swap_outs": metrics.num_swap_outs,
+        "num_swap_ins": metrics.num_swap_ins,
+        "num_voided_rows": metrics.num_voided_rows,
+        "num_wasted_rows": metrics.num_wasted_rows,
+    }
+
+
+def gpu_busy_share(metrics: Metrics, elapsed_s: float) -> float:
+    """Time that the gpu worker spent on plans, by its own report; waits for O are in it."""
+    return metrics.device_s / elapsed_s

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.server import REPO
+from tests.helpers.tiny_llama import make_checkpoint
+
+ITERATIONS = ("gpu_only", "one_batch", "two_batches", "piggyback")
+
+
+@pytest.fixture(scope="module")
+def no_tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench-model")
+    make_checkpoint(folder, "llama3")
+    return folder
+
+
+def bench(model: Path, *arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "neo_server", "bench", *arguments[:1], str(model)]
+    flags = ("--device", "cpu", "--skip-tokenizer-init", "--kv-offloading-size", "0.01")
+    done = subprocess.run(
+        [*command, *flags, *arguments[1:]],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> None:
+    work = ("--input-len", "40", "--output-len", "7", "--num-prompts", "9", "--no-profile")
+    cache = ("--num-gpu-blocks-override", "12", "--max-num-seqs", "8")
+    lines = bench(no_tokenizer_model, "throughput", "--policies", "gpu-only,mixed", *work, *cache)
+    assert [line["policy"] for line in lines] == ["gpu-only", "mixed"]
+    for line in lines:
+        assert (line["num_requests"], line["num_prompt_tokens"]) == (9, 360)
+        assert line["num_output_tokens"] == 9 * 7
+        assert line["output_tokens_per_s"] == pytest.approx(63 / line["elapsed_s"])
+        assert tuple(line["iterations"]) == ITERATIONS
+        assert line["num_gpu_decodes"] + line["num_cpu_decodes"] >= 9 * 6
+        assert 0.0 < line["gpu_busy_share"] <= 1.01
+    gpu_only, mixed = lines
+    assert gpu_only["relative"] == 1.0
+    assert mixed["relative"] == pytest.approx(mixed["requests_per_s"] / gpu_only["requests_per_s"])
+    assert (gpu_only["num_cpu_decodes"], gpu_only["cpu_kv_bytes_per_s"]) == (0, 0.0)
+    assert mixed["num_cpu_decodes"] > 0
+    assert mixed["cpu_kv_bytes_per_s"] > 0.0
+    assert mixed["iterations"]["one_batch"] + mixed["iterations"]["two_batches"] > 0
+
+
+def test_a_trace_is_run_as_it_is(no_tokenizer_model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,12,3\nx,600,3\nx,30,5\n")
+    flags = ("--dataset-path", str(trace), "--scheduling-policy", "gpu-only", "--no-profile")
+    (line,) = bench(no_tokenizer_model, "throughput", *flags)
+    assert (line["num_requests"], line["num_prompt_tokens"], line["num_output_tokens"]) == (
+        2,
+        42,
+        8,
+    )
+    assert "relative" not in line
