@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from neo_native import NativeError
+from neo_server.bench.latency import LatencyFlags
+from neo_server.bench.latency import run as run_latency
 from neo_server.bench.throughput import ThroughputFlags
+from neo_server.bench.throughput import run as run_throughput
 from neo_server.errors import NeoError
 from neo_server.flags import takes
 from neo_server.launch import Options
@@ -21,16 +25,26 @@ app = typer.Typer(
 )
 # What is for clients of a server.
 _PUBLIC = ("host", "port", "address_file", "served_model_name", "max_waiting", "shutdown_timeout")
-_DEFAULTS = {"control_port": 0}  # beside a server that runs
+_DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 
 
 @app.command()
 @takes(Options, ThroughputFlags, without=_PUBLIC, defaults=_DEFAULTS)
 def throughput(options: Options, flags: ThroughputFlags) -> None:
     """All requests at once: requests and tokens per second, one line for each policy."""
-    from neo_server.bench.throughput import run
+    _run(lambda console: run_throughput(options, flags, console))
 
-    _run(lambda console: run(options, flags, console))
+
+@app.command()
+@takes(
+    Options,
+    LatencyFlags,
+    without=_PUBLIC,
+    defaults=_DEFAULTS | {"scheduling_policy": "gpu-only"},
+)
+def latency(options: Options, flags: LatencyFlags) -> None:
+    """One batch: seconds of a decode iteration and of the prefill, beside the device's roofline."""
+    _run(lambda console: run_latency(options, flags, console))
 
 
 def _run(work: Callable[[Console], None]) -> None:

@@ -15,15 +15,21 @@ from neo_server.request import Finish, OutputStream, SamplingParams, StopConditi
 class Recorder(OutputStream):
     """An output stream that nobody reads; ``on_end`` is called once, at its end."""
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, on_end: Callable[[], None], device_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """``device_s``: seconds that the gpu worker has spent on plans so far."""
         super().__init__()
         self.error: NeoError | None = None
         self.times: list[float] = []  # of every token, by time.perf_counter()
+        self.device_times: list[float] = []  # of every token, by ``device_s``
         self._on_end = on_end
+        self._device_s = device_s
 
     def push(self, text: str, token_ids: Sequence[int], finish: Finish | None = None) -> None:
         """See ``OutputStream``."""
         self.times.extend([time.perf_counter()] * len(token_ids))
+        self.device_times.extend([self._device_s()] * len(token_ids))
         if finish is not None:
             self._on_end()
 
@@ -57,7 +63,8 @@ async def drive(
             over.set()
 
     begin = time.perf_counter()
-    records = [Recorder(one_ended) for _ in prompts]
+    metrics = engine.scheduler.metrics
+    records = [Recorder(one_ended, lambda: metrics.device_s) for _ in prompts]
     for i, (prompt, record) in enumerate(zip(prompts, records, strict=True)):
         sampling = SamplingParams(seed=i, temperature=temperature)
         stop = StopConditions(max_tokens=prompt.num_output)

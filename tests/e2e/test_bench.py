@@ -69,3 +69,16 @@ def test_a_trace_is_run_as_it_is(no_tokenizer_model: Path, tmp_path: Path) -> No
         8,
     )
     assert "relative" not in line
+
+
+def test_latency_of_one_batch_stands_beside_its_roofline(no_tokenizer_model: Path) -> None:
+    work = ("--batch-size", "3", "--input-len", "20", "--output-len", "6", "--num-iters", "2")
+    (line,) = bench(no_tokenizer_model, "latency", *work, "--no-profile")
+    # The last first token starts the decodes; here all prompts fit into one iteration.
+    assert line["num_decode_iterations"] == 2 * 5
+    assert line["decode_device_s"] > 0.0
+    assert 0.0 < line["decode_s"] <= line["decode_p99_s"]
+    assert line["decode_over_roofline"] == pytest.approx(
+        line["decode_s"] / line["decode_roofline_s"]
+    )
+    assert 2 * 3 * 5 <= line["num_gpu_decodes"] < 3 * 3 * 5  # without the warm-up run
