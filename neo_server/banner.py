@@ -47,10 +47,9 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
         ("GPU-cache", *_gpu_cache(options, cache.block_size)),
         (
             "CPU-cache",
-            f"{pages} pages of {cache.cpu_kv_page_size} tokens, {cpu_dtype.value}",
-            f"{cache.kv_offloading_size:g} GiB / {page_mib:.2f} MiB"
-            if pages
-            else why.get("kv_offloading_size", "as given"),
+            f"{pages} pages of {cache.cpu_kv_page_size} tokens, {cpu_dtype.value}; "
+            f"{cache.kv_offloading_size:.4g} GiB / {page_mib:.2f} MiB",
+            why.get("kv_offloading_size", "as given"),
         ),
         (
             "cpu-attention workers",

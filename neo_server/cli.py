@@ -17,7 +17,7 @@ from neo_server.errors import ConfigurationError, NeoError
 from neo_server.flags import takes
 from neo_server.launch import Device, Options, resolve
 from neo_server.log import log_to
-from neo_server.options import DEFAULT_CONTROL_PORT
+from neo_server.options import DEFAULT_CONTROL_PORT, CpuCacheSize
 from protos import control_pb2, control_pb2_grpc
 
 app = typer.Typer(
@@ -132,7 +132,7 @@ def profile(
     model: Annotated[str, typer.Argument(help="Local Hugging Face directory, or hub id.")],
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     cpu_attn_workers: int | None = None,
-    kv_offloading_size: float | None = None,
+    kv_offloading_size: CpuCacheSize = None,
     max_model_len: int | None = None,
     output: Annotated[Path | None, typer.Option(help="Gets the table as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,

@@ -12,6 +12,7 @@ _KV_DTYPES = {KvCacheDType(dtype.value): code for dtype, code in _DTYPES.items()
 _KV_DTYPES[KvCacheDType.INT8] = 3
 _GIB = 1 << 30
 PLANS_IN_FLIGHT = 2
+SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
 # Tasks beyond one per row and KV head, so that a few long sequences can be split over all threads.
 _SPLIT_TASKS = 1024
 

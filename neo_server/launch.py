@@ -14,10 +14,12 @@ from typing import TypeVar
 from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
-from neo_native import cores
+from neo_native import cores, make_geometry, segment_bytes, segments
 from neo_server import architectures
 from neo_server.core_plan import CorePlan, plan_cores
 from neo_server.errors import ConfigurationError
+from neo_server.geometry import SPARE_WORKERS, cpu_page_bytes, geometry_fields
+from neo_server.host_memory import FreeMemory, Need, auto_size, free_memory
 from neo_server.options import Device, LoadFormat, Options
 from neo_server.plan import Place
 from neo_server.policies import load_policy
@@ -38,7 +40,6 @@ _DEVICES = Path("/dev")
 _DEFAULT_BUDGET = 2048  # tokens of an iteration
 _DEFAULT_SEQS = 256
 _DEFAULT_WORKERS = 2
-_DEFAULT_CPU_CACHE_GIB = 1.0
 _MAX_WORKERS = 496  # the worker table has at most 512 rows, some of them for workers by hand
 _MAX_THREADS = 512  # of one worker
 _CUDA_SPIN_US = 200
@@ -72,8 +73,15 @@ def torch_has_cuda() -> bool:
     return found is not None and found[1] != "None"
 
 
-def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) -> Resolved:
-    """Chooses what was left open. Raises ``ConfigurationError`` with field, value and limit."""
+def resolve(
+    options: Options,
+    has_cuda: Callable[[], bool] = has_cuda_device,
+    free: Callable[[Path | None], FreeMemory] = free_memory,
+) -> Resolved:
+    """Chooses what was left open. Raises ``ConfigurationError`` with field, value and limit.
+
+    ``free`` measures memory, given ``shm_dir``.
+    """
     _check_flags(options)
     path = model_directory(options.model, options.load_format)
     model = _model_config(options.model, path)
@@ -87,7 +95,7 @@ def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) ->
             num_gpu_blocks_override=options.num_gpu_blocks_override,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_offloading_size=_given(options.kv_offloading_size),
+            kv_offloading_size=options.kv_offloading_size or 0.0,
             cpu_kv_page_size=options.cpu_kv_page_size,
             cpu_kv_cache_dtype=_kv_cache_dtype(options),
             shm_dir=None if options.shm_dir is None else str(options.shm_dir.resolve()),
@@ -97,6 +105,11 @@ def resolve(options: Options, has_cuda: Callable[[], bool] = has_cuda_device) ->
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(f"{where} is {first['input']!r}: {first['msg']}") from error
     config = EngineConfig(model_path=str(path), cache=cache, scheduler=scheduler, worker=worker)
+    if options.kv_offloading_size is None:
+        size, why = auto_size(free(options.shm_dir), _need(config, model))
+        reasons["kv_offloading_size"] = why
+        cache = cache.model_copy(update={"kv_offloading_size": size})
+        config = config.model_copy(update={"cache": cache})
     return Resolved(config, model, reasons, has_tokenizer=not options.skip_tokenizer_init)
 
 
@@ -141,17 +154,34 @@ def _model_config(name: str, path: Path) -> ModelConfig:
 
 
 def _offloading(options: Options, reasons: dict[str, str]) -> Options:
-    """Fills in what CPU-requests need: nothing where the policy has none."""
+    """Fills in what CPU-requests need: nothing where the policy has none.
+
+    How large the CPU-cache is, is left to ``auto_size``.
+    """
     offloads = Place.CPU in load_policy(options.scheduling_policy).places
     size, workers = options.kv_offloading_size, options.cpu_attn_workers
     why = "default" if offloads else f"{options.scheduling_policy} has no CPU-requests"
-    if size is None:
-        size = _DEFAULT_CPU_CACHE_GIB if offloads else 0.0
+    if size is None and not offloads:
+        size = 0.0
         reasons["kv_offloading_size"] = why
     if workers is None:
         workers = _DEFAULT_WORKERS if offloads else 0
         reasons["cpu_attn_workers"] = why
     return replace(options, kv_offloading_size=size, cpu_attn_workers=workers)
+
+
+def _need(config: EngineConfig, model: ModelConfig) -> Need:
+    cache, scheduler = config.cache, config.scheduler
+    fields = geometry_fields(config, model, config.worker.cpu_attn_workers + SPARE_WORKERS)
+    geometry = make_geometry(**fields)
+    others = [kind for name, kind in segments.KINDS.items() if name != "cpu_cache"]
+    return Need(
+        device=config.worker.device,
+        page=cpu_page_bytes(cache, model, config.worker.dtype),
+        pages=fields["max_pages"] * scheduler.max_num_seqs,
+        pages_why=f"{scheduler.max_num_seqs} sequences of {scheduler.max_model_len} tokens",
+        other_segments=sum(segment_bytes(geometry, kind) for kind in others),
+    )
 
 
 def _given(value: T | None) -> T:

@@ -8,12 +8,21 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from neo_server.host_memory import parse_size
 from protos.config import KvCacheDType
 
 Device = Literal["auto", "cpu", "cuda"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 DEFAULT_CONTROL_PORT = 50052
+CpuCacheSize = Annotated[
+    float | None,
+    Option(
+        parser=parse_size,
+        metavar="GIB|auto",
+        help="Of the CPU-cache. Default: auto, by free memory; gpu-only: 0.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +74,7 @@ class Options:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: Annotated[int | None, Option(help="Of the GPU-cache.")] = None
     gpu_memory_utilization: float = 0.9
-    kv_offloading_size: Annotated[
-        float | None, Option(help="GiB of the CPU-cache. Default: 1; gpu-only: 0.")
-    ] = None
+    kv_offloading_size: CpuCacheSize = None
     cpu_kv_page_size: Annotated[int, Option(help="Tokens of a CPU page.")] = 64
     cpu_kv_cache_dtype: Annotated[KvCacheDType, Option(help="auto: --dtype.")] = KvCacheDType.AUTO
     dtype: DTypeChoice = "auto"

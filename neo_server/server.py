@@ -22,7 +22,7 @@ from neo_server.correction import CorrectedCost
 from neo_server.cost_model import FreeCost
 from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError
-from neo_server.geometry import geometry_fields, num_cpu_pages
+from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
 from neo_server.gpu_client import GpuClient
 from neo_server.launch import Options, Resolved
 from neo_server.plan import Place
@@ -43,7 +43,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[ServerState, Engine], Coroutine[Any, Any, T]]
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-_SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
 _PLAN_TIMEOUT_S = {"cuda": 60.0, "cpu": 600.0}  # a CPU prefills a large model's prompt slowly
 _FLUSH_S = 2.0  # for the last messages of drained streams
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
@@ -124,7 +123,7 @@ class Server:
     async def _open(self) -> ServerState:
         """Segments, the control service, worker processes; health is NOT_SERVING."""
         config, model = self.resolved.config, self.resolved.model
-        workers = config.worker.cpu_attn_workers + _SPARE_WORKERS
+        workers = config.worker.cpu_attn_workers + SPARE_WORKERS
         tokenizer: AnyTokenizer = NoTokenizer()
         chat_template = None
         if self.resolved.has_tokenizer:

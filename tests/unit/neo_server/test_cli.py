@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from neo_server.bench.commands import app as bench_app
 from neo_server.cli import app
 from neo_server.client import Sampling, chat_tokens
 from neo_server.errors import ConfigurationError
+from neo_server.flags import takes
 from neo_server.options import Options
 from neo_server.tokenizer import Tokenizer
 
@@ -21,6 +24,48 @@ def test_an_unknown_choice_is_named(tiny_model: Path, flag: str) -> None:
     result = RUNNER.invoke(app, ["serve", str(tiny_model), flag, "nonsense"])
     assert result.exit_code == 2
     assert "nonsense" in result.output
+
+
+def test_a_cpu_cache_size_is_a_number_or_auto(tiny_model: Path) -> None:
+    flags = ["serve", str(tiny_model), "--shm-dir", "/no/such/tmpfs", "--kv-offloading-size"]
+    for size in ("auto", "0.5"):
+        result = RUNNER.invoke(app, [*flags, size])
+        assert (result.exit_code, "--shm-dir" in result.output) == (1, True)  # so it got that far
+    result = RUNNER.invoke(app, [*flags, "much"])
+    assert (result.exit_code, "much" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_bench_takes_the_flags_of_the_engine_and_none_for_clients(command: str) -> None:
+    (found,) = (c for c in bench_app.registered_commands if command == c.callback.__name__)
+    flags = inspect.signature(found.callback).parameters
+    engine = {field.name for field in fields(Options)} - {
+        *("host", "port", "address_file", "served_model_name", "max_waiting", "shutdown_timeout")
+    }
+    assert engine <= set(flags)
+    assert not {"host", "port", "address_file"} & set(flags)
+    assert {"input_len", "output_len", "temperature"} <= set(flags)
+    assert flags["control_port"].default == 0  # beside a server
+
+
+@dataclass(frozen=True)
+class _More:
+    size: int = 4
+
+
+def test_a_command_gets_one_object_of_each_kind() -> None:
+    got: list[object] = []
+
+    @takes(Options, _More, without=("host",), defaults={"port": 7, "host": "::1"})
+    def command(options: Options, more: _More) -> None:
+        got.extend((options, more))
+
+    command(model="m", size=5)
+    assert got == [Options(model="m", port=7, host="::1"), _More(5)]
+    names = inspect.signature(command).parameters
+    assert "host" not in names
+    assert names["port"].default == 7
+    assert names["model"].default is inspect.Parameter.empty
 
 
 def test_every_flag_of_serve_has_vllms_spelling() -> None:

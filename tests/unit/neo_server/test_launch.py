@@ -14,10 +14,10 @@ from neo_native import make_geometry
 from neo_server import launch
 from neo_server.banner import rows
 from neo_server.errors import ConfigurationError
-from neo_server.geometry import geometry_fields, num_cpu_pages
+from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
+from neo_server.host_memory import FreeMemory
 from neo_server.launch import Options, resolve
 from neo_server.policies import load_policy
-from neo_server.server import _SPARE_WORKERS
 from protos.config import DType
 from tests.unit.neo_server.conftest import CONFIG
 
@@ -90,7 +90,11 @@ def test_a_bad_flag_is_refused_by_name_and_value(
 def test_settings_that_contradict_each_other_are_refused(
     tiny_model: Path, fields: dict[str, Any], words: list[str]
 ) -> None:
-    resolved = resolve(options(tiny_model, **fields), lambda: False)
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(options(tiny_model, **fields), lambda: False)
+    assert all(word in str(caught.value) for word in words)
+    sized = options(tiny_model, **fields, kv_offloading_size=1.0)
+    resolved = resolve(sized, lambda: False)
     with pytest.raises(ConfigurationError) as caught:
         geometry_fields(resolved.config, resolved.model, 4)
     assert all(word in str(caught.value) for word in words)
@@ -123,7 +127,7 @@ def test_an_impossible_flag_is_one_line_that_names_it(
 
 def test_the_most_workers_that_are_allowed_fit_into_the_worker_table(tiny_model: Path) -> None:
     resolved = resolve(options(tiny_model, cpu_attn_workers=496), lambda: False)
-    make_geometry(**geometry_fields(resolved.config, resolved.model, 496 + _SPARE_WORKERS))
+    make_geometry(**geometry_fields(resolved.config, resolved.model, 496 + SPARE_WORKERS))
 
 
 def test_a_relative_shm_dir_is_resolved(
@@ -168,7 +172,36 @@ def test_gpu_only_starts_no_cpu_workers_and_no_cpu_cache_unless_asked(tiny_model
     config = resolve(asked, lambda: False).config
     assert (config.worker.cpu_attn_workers, config.cache.kv_offloading_size) == (1, 0.5)
     config = resolve(options(tiny_model), lambda: False).config
-    assert (config.worker.cpu_attn_workers, config.cache.kv_offloading_size) == (2, 1.0)
+    assert config.worker.cpu_attn_workers == 2
+    assert config.cache.kv_offloading_size > 0.0
+
+
+def test_the_default_cpu_cache_is_sized_by_what_is_free(tiny_model: Path) -> None:
+    gib = 1 << 30
+
+    def free(shm_dir: Path | None) -> FreeMemory:
+        assert shm_dir is None
+        return FreeMemory(64 * gib, "MemAvailable", 32 * gib, "/dev/shm")
+
+    given = options(tiny_model, dtype="float16")
+    resolved = resolve(given, lambda: True, free)
+    # 256 sequences of 256 tokens, four pages each of 16 KiB.
+    assert resolved.config.cache.kv_offloading_size == 256 * 4 * 16 / 2**20
+    lines = {setting: (value, why) for setting, value, why in rows(given, resolved)}
+    assert lines["CPU-cache"][0].startswith("1024 pages of 64 tokens, float16")
+    assert "256 sequences of 256 tokens" in lines["CPU-cache"][1]
+    tight = resolve(given, lambda: True, lambda _: FreeMemory(1 << 20, "MemAvailable", None, ""))
+    assert num_cpu_pages(tight.config.cache, tight.model, DType.FLOAT16) == 32
+    assert "50% of 0.00 GiB of memory, MemAvailable" in tight.reasons["kv_offloading_size"]
+    asked = resolve(replace(given, kv_offloading_size=3.5), lambda: True, _must_not_measure)
+    assert asked.config.cache.kv_offloading_size == 3.5
+    assert "kv_offloading_size" not in asked.reasons
+    none = replace(given, scheduling_policy="gpu-only")
+    assert resolve(none, lambda: True, _must_not_measure).config.cache.kv_offloading_size == 0.0
+
+
+def _must_not_measure(_shm_dir: Path | None) -> FreeMemory:
+    raise AssertionError("measured")
 
 
 @pytest.mark.parametrize(
