@@ -106,8 +106,13 @@ class Server:
     async def offline(self, work: Work[T]) -> T:
         """Runs ``work`` on a warm engine, without the public service; then ends everything.
 
-        Raises what the work raises, and ``NeoError`` when the engine or a worker fails meanwhile.
+        Raises what the work raises, ``NeoError`` when the engine or a worker fails meanwhile, and
+        ``CancelledError`` after SIGINT or SIGTERM.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         try:
             state = await self._open()
             assert state.supervisor is not None

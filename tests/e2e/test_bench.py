@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,15 @@ def no_tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(model: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "neo_server", "bench", *arguments[:1], str(model)]
+def command(model: Path, kind: str, *arguments: str) -> list[str]:
     flags = ("--device", "cpu", "--skip-tokenizer-init", "--kv-offloading-size", "0.01")
+    program = (sys.executable, "-m", "neo_server", "bench", kind)
+    return [*program, str(model), *flags, *arguments]
+
+
+def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [*command, *flags, *arguments[1:]],
+        command(model, kind, *arguments),
         capture_output=True,
         text=True,
         cwd=REPO,
@@ -82,3 +87,23 @@ def test_latency_of_one_batch_stands_beside_its_roofline(no_tokenizer_model: Pat
         line["decode_s"] / line["decode_roofline_s"]
     )
     assert 2 * 3 * 5 <= line["num_gpu_decodes"] < 3 * 3 * 5  # without the warm-up run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_workers_and_leaves_no_segment(
+    no_tokenizer_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    work = ("--input-len", "20", "--output-len", "400", "--num-prompts", "64", "--no-profile")
+    arguments = command(no_tokenizer_model, "throughput", *work, "--shm-dir", str(shm))
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, cwd=REPO) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "GPU blocks" in line:  # the gpu worker is ready
+                break
+        assert any(shm.iterdir())
+        process.send_signal(number)
+        process.stderr.read()  # ends when the last worker has ended, which inherited it
+        assert process.wait(60.0) == 130
+    assert not any(shm.iterdir())
