@@ -14,7 +14,7 @@ void attend_task(const TaskInput& in, const TaskOutput& out) {
     const bool last = done == in.n_tokens;
     task.prefetch.start(last ? in.next_tile : in.tiles[page + 1], in.tile_bytes,
                         last ? in.page_size : min_of(in.page_size, in.n_tokens - done),
-                        Task::kRowBytes);
+                        in.page_size, Task::kRowBytes);
     for (std::uint32_t first = 0; first < rows; first += kTokens) {
       task.block(in.tiles[page], in, first, min_of(kTokens, rows - first));
     }

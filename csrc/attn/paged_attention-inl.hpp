@@ -181,7 +181,8 @@ void value_strip(const TaskInput& in, const TaskOutput& out, const Block& block,
 template <wire::DType D, std::uint32_t kHeads>
 void value_heads(const TaskInput& in, const TaskOutput& out, const Block& block, std::uint32_t h0,
                  const float* weights) {
-  constexpr std::uint32_t kWide = kHeads == 1 ? 4 : 2;
+  // Twelve sums for four heads: eight would just cover the latency of two FMA a cycle.
+  constexpr std::uint32_t kWide = kHeads == 1 ? 4 : (kHeads == 4 ? 3 : 2);
   std::uint32_t d = 0;
   for (; d + kWide * Vec::kWidth <= in.head_dim; d += kWide * Vec::kWidth) {
     value_strip<D, kHeads, kWide>(in, out, block, h0, d, weights);
@@ -220,7 +221,8 @@ void attend(const TaskInput& in, const TaskOutput& out) {
     done += rows;
     const bool last = done == in.n_tokens;
     prefetch.start(last ? in.next_tile : in.tiles[page + 1], in.tile_bytes,
-                   last ? in.page_size : min_of(in.page_size, in.n_tokens - done), row_bytes);
+                   last ? in.page_size : min_of(in.page_size, in.n_tokens - done), in.page_size,
+                   row_bytes);
     for (std::uint32_t first = 0; first < rows; first += kTokenBlock) {
       const auto* k_scale = reinterpret_cast<const float*>(tile + in.page_size * row_bytes) + first;
       const auto* v_scale = reinterpret_cast<const float*>(
@@ -231,7 +233,10 @@ void attend(const TaskInput& in, const TaskOutput& out) {
       score_block<D>(in, block, scores);
       if constexpr (D == wire::DType::int8) scale_tokens(in.group, block.n, k_scale, scores);
       soften(in, out, block.n, scores);
-      if constexpr (D == wire::DType::int8) scale_tokens(in.group, block.n, v_scale, scores);
+      if constexpr (D == wire::DType::int8) {
+        scale_tokens(in.group, block.n, v_scale, scores);
+        prefetch.step(1);  // the scales of 32 tokens, twice
+      }
       value_block<D>(in, out, block, scores);
     }
   }

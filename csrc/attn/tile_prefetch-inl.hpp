@@ -11,13 +11,15 @@ constexpr std::uint32_t kStepLines = 4;
 
 class TilePrefetch {
  public:
-  // `rows` rows of `row_bytes` at `k`, and as many at `k + tile_bytes`. nullptr: nothing to fetch.
+  // The first `rows` of `page_size` rows of a K tile at `k` and of the V tile after it; of a full
+  // page also what follows its rows (int8: the scales). nullptr: nothing to fetch.
   void start(const std::byte* k, std::uint64_t tile_bytes, std::uint32_t rows,
-             std::uint32_t row_bytes) {
+             std::uint32_t page_size, std::uint32_t row_bytes) {
+    const std::uint64_t used = rows == page_size ? tile_bytes : std::uint64_t{rows} * row_bytes;
     at_ = k;
-    end_ = k == nullptr ? k : k + rows * row_bytes;
+    end_ = k == nullptr ? k : k + used;
     v_ = k == nullptr ? k : k + tile_bytes;
-    v_end_ = k == nullptr ? k : v_ + rows * row_bytes;
+    v_end_ = k == nullptr ? k : v_ + used;
   }
 
   // The next kStepLines lines, `n` times.

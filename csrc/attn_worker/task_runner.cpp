@@ -14,6 +14,17 @@ TaskRunner::TaskRunner(const offload::CpuCache& cache, attn::Kernel kernel)
   tiles_.reserve(cache.geometry().max_pages);
 }
 
+// Empty when the task cannot be right.
+layout::TokenRange TaskRunner::range_of(const Task& task) const {
+  const wire::Geometry& g = cache_.geometry();
+  const std::uint64_t capacity = std::uint64_t{g.max_pages} * g.page_size;
+  if (task.n_splits == 0 || task.split >= task.n_splits || task.kv_head >= g.n_kv_heads ||
+      task.seq_len > capacity) {
+    return {0, 0};
+  }
+  return layout::split_range(task.seq_len, g.page_size, task.n_splits, task.split);
+}
+
 bool TaskRunner::resolve_tiles(const Task& task, const layout::TokenRange& range) {
   const std::uint32_t page_size = cache_.geometry().page_size;
   tiles_.clear();
@@ -32,14 +43,9 @@ void TaskRunner::widen_query(const std::byte* q_row, std::uint32_t kv_head) {
 }
 
 std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byte* area,
-                              bool head_follows) {
+                              const Task* next) {
   const wire::Geometry& g = cache_.geometry();
-  const std::uint64_t capacity = std::uint64_t{g.max_pages} * g.page_size;
-  if (task.n_splits == 0 || task.split >= task.n_splits || task.kv_head >= g.n_kv_heads ||
-      task.seq_len > capacity) {
-    return 0;
-  }
-  const auto range = layout::split_range(task.seq_len, g.page_size, task.n_splits, task.split);
+  const layout::TokenRange range = range_of(task);
   if (range.first >= range.end || !resolve_tiles(task, range)) return 0;
   widen_query(q_row, task.kv_head);
   attn::TaskInput in{};
@@ -52,8 +58,9 @@ std::uint64_t TaskRunner::run(const Task& task, const std::byte* q_row, std::byt
   in.tile_bytes = cache_.layout().tile_bytes;
   in.tiles = tiles_.data();
   in.n_tokens = range.end - range.first;
-  if (head_follows) {
-    in.next_tile = cache_.find_tile(task.layer, task.slot, 0, task.kv_head + 1);
+  if (next != nullptr) {
+    const std::uint32_t page = range_of(*next).first / g.page_size;
+    in.next_tile = cache_.find_tile(next->layer, next->slot, page, next->kv_head);
   }
   auto* o = reinterpret_cast<float*>(area);
   float* m = o + in.group * in.head_dim;

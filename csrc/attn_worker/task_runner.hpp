@@ -28,12 +28,13 @@ class TaskRunner {
   // q_row: [n_heads][head_dim] in act_dtype, attention scale not applied. area: O, m, l as in
   // wire.hpp, written here only. Returns the bytes of K and V read; 0 when the task cannot be
   // right (an index out of range: the descriptor was stale), and nothing is written then.
-  // `head_follows`: this thread attends with the next K/V head of the row and layer afterwards, so
-  // that its first page is worth prefetching.
+  // `next`: what this thread is likely to run afterwards, or nullptr; only its first page is
+  // prefetched, so that it may be wrong or stale.
   std::uint64_t run(const Task& task, const std::byte* q_row, std::byte* area,
-                    bool head_follows = false);
+                    const Task* next = nullptr);
 
  private:
+  layout::TokenRange range_of(const Task& task) const;
   bool resolve_tiles(const Task& task, const layout::TokenRange& range);
   void widen_query(const std::byte* q_row, std::uint32_t kv_head);
 

@@ -113,7 +113,9 @@ WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
     if (word.epoch > job.epoch || shared_.stop.load(std::memory_order_relaxed) || over(job)) break;
     if (word.epoch == job.epoch && word.state == TaskState::finished) continue;
     const Claim claim = try_claim(progress, task, bits);
-    if (claim == Claim::taken) work_on(job, task);
+    if (claim == Claim::taken) {
+      work_on(job, task, at + 1 < progress.open.size() ? progress.open[at + 1] : job.n_tasks);
+    }
     worked = worked || claim != Claim::refused;
     progress.open[kept++] = task;  // a later pass finds it finished, by whomever
   }
@@ -163,10 +165,11 @@ std::uint64_t WorkerThread::my_word(std::uint64_t epoch, TaskState state) const 
   return layout::pack({epoch, state, shared_.row, index_});
 }
 
-void WorkerThread::work_on(const layout::Job& job, std::uint32_t task) {
+// `next`: the task that this thread will look at afterwards, perhaps in vain; n_tasks for none.
+void WorkerThread::work_on(const layout::Job& job, std::uint32_t task, std::uint32_t next) {
   shared_.fault.reach(FaultPoint::claimed);
   const std::uint64_t start = ipc::now_ns();
-  const std::uint64_t bytes = compute(job, task);
+  const std::uint64_t bytes = compute(job, task, next);
   count(counters_.busy_ns, ipc::now_ns() - start);
   count(counters_.kv_bytes, bytes);
   shared_.fault.reach(FaultPoint::written);
@@ -176,15 +179,9 @@ void WorkerThread::work_on(const layout::Job& job, std::uint32_t task) {
   shared_.fault.reach(FaultPoint::finished);
 }
 
-std::uint64_t WorkerThread::compute(const layout::Job& job, std::uint32_t task) {
-  std::byte* area =
-      shared_.exchange.data() + layout_.area(geometry_, shared_.row, job.channel, task);
-  if (shared_.fault.due(FaultPoint::computing)) {
-    auto* torn = reinterpret_cast<float*>(area);
-    std::fill(torn, torn + layout_.area_bytes / sizeof(float) / 2,
-              std::numeric_limits<float>::quiet_NaN());
-    shared_.fault.fire();
-  }
+// Nothing for an index past the end or when the descriptor was stale.
+std::optional<WorkerThread::Place> WorkerThread::find(const layout::Job& job,
+                                                      std::uint32_t task) const {
   const wire::WorkRow* rows = shared_.work.rows(job.plan, job.channel);
   std::uint32_t low = 0, high = job.n_rows;  // the last row whose first task is not after `task`
   while (high - low > 1) {
@@ -193,15 +190,33 @@ std::uint64_t WorkerThread::compute(const layout::Job& job, std::uint32_t task) 
   }
   const std::uint32_t first_task = ipc::load_relaxed(&rows[low].first_task);
   const std::uint32_t n_splits = ipc::load_relaxed(&rows[low].n_splits);
-  if (job.n_rows == 0 || n_splits == 0 || first_task > task) return 0;
+  if (job.n_rows == 0 || task >= job.n_tasks || n_splits == 0 || first_task > task)
+    return std::nullopt;
   const Task what{job.layer,
                   ipc::load_relaxed(&rows[low].slot),
                   ipc::load_relaxed(&rows[low].seq_len),
                   (task - first_task) / n_splits,
                   (task - first_task) % n_splits,
                   n_splits};
-  return runner_.run(what, shared_.exchange.data() + layout_.q_row(geometry_, job.channel, low),
-                     area);
+  return Place{what, low};
+}
+
+std::uint64_t WorkerThread::compute(const layout::Job& job, std::uint32_t task,
+                                    std::uint32_t next) {
+  std::byte* area =
+      shared_.exchange.data() + layout_.area(geometry_, shared_.row, job.channel, task);
+  if (shared_.fault.due(FaultPoint::computing)) {
+    auto* torn = reinterpret_cast<float*>(area);
+    std::fill(torn, torn + layout_.area_bytes / sizeof(float) / 2,
+              std::numeric_limits<float>::quiet_NaN());
+    shared_.fault.fire();
+  }
+  const auto place = find(job, task);
+  if (!place) return 0;
+  const auto follower = find(job, next);
+  const std::byte* q_row =
+      shared_.exchange.data() + layout_.q_row(geometry_, job.channel, place->row);
+  return runner_.run(place->task, q_row, area, follower ? &follower->task : nullptr);
 }
 
 void WorkerThread::finish(const layout::Job& job, std::uint32_t task) {

@@ -19,6 +19,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "attn_worker/fault.hpp"
@@ -67,6 +68,11 @@ class WorkerThread {
     std::vector<std::uint32_t> open;  // tasks not seen finished
     std::vector<Seen> seen;           // [max_tasks]
   };
+  // What a task index stands for, and whose query it needs.
+  struct Place {
+    Task task;
+    std::uint32_t row;
+  };
   enum class Outcome { idle, waiting, worked };
   enum class Claim { refused, contended, taken };
 
@@ -75,8 +81,9 @@ class WorkerThread {
   Outcome pass(Progress& progress);
   Claim try_claim(Progress& progress, std::uint32_t task, std::uint64_t word);
   bool lease_over(Seen& seen, std::uint64_t word) const;
-  void work_on(const layout::Job& job, std::uint32_t task);
-  std::uint64_t compute(const layout::Job& job, std::uint32_t task);
+  void work_on(const layout::Job& job, std::uint32_t task, std::uint32_t next);
+  std::uint64_t compute(const layout::Job& job, std::uint32_t task, std::uint32_t next);
+  std::optional<Place> find(const layout::Job& job, std::uint32_t task) const;
   void finish(const layout::Job& job, std::uint32_t task);
   bool over(const layout::Job& job) const;
   std::uint64_t my_word(std::uint64_t epoch, wire::TaskState state) const;

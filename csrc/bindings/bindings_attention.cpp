@@ -65,7 +65,10 @@ void attend_row(TaskRunner& runner, const CpuCache& cache, attn_worker::Task tas
     std::vector<offload::Partial> partials;
     for (task.split = 0; task.split < task.n_splits; ++task.split) {
       auto* area = reinterpret_cast<std::byte*>(areas[task.split].data());
-      if (runner.run(task, q_row, area, task.split + 1 == task.n_splits) == 0) {
+      attn_worker::Task next = task;
+      next.kv_head += (task.split + 1) / task.n_splits;
+      next.split = (task.split + 1) % task.n_splits;
+      if (runner.run(task, q_row, area, &next) == 0) {
         throw std::out_of_range(
             "slot " + std::to_string(task.slot) + " with seq_len " + std::to_string(task.seq_len) +
             " and n_splits " + std::to_string(task.n_splits) +
