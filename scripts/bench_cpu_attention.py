@@ -34,6 +34,8 @@ HEADER = 4096  # bytes before the first page of the CPU-cache
 NONE = np.zeros(0, np.uint32)
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+# Warms code, threads and page tables: which worker first touches a page differs from run to run.
+WARM_RUNS = 8
 READY = 2  # WorkerState of a worker that claims tasks
 
 
@@ -272,7 +274,8 @@ def measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Series], 
     if attend is not None:
         contenders["torch sdpa"] = attend
     for run in contenders.values():
-        run()  # warms code, threads and page tables
+        for _ in range(WARM_RUNS):
+            run()
     series = {name: Series() for name in ("ceiling", *contenders)}
     patterns = []
     for _ in range(args.repeat):

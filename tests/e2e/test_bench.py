@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.server import REPO
 from tests.helpers.tiny_llama import make_checkpoint
 
+NO_TOKENIZER = ("--skip-tokenizer-init",)
 ITERATIONS = ("gpu_only", "one_batch", "two_batches", "piggyback")
 
 
@@ -24,7 +25,7 @@ def no_tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(model: Path, kind: str, *arguments: str) -> list[str]:
-    flags = ("--device", "cpu", "--skip-tokenizer-init", "--kv-offloading-size", "0.01")
+    flags = ("--device", "cpu", "--kv-offloading-size", "0.01", "--no-profile")
     program = (sys.executable, "-m", "neo_server", "bench", kind)
     return [*program, str(model), *flags, *arguments]
 
@@ -43,8 +44,8 @@ def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> None:
-    work = ("--input-len", "40", "--output-len", "7", "--num-prompts", "9", "--no-profile")
-    cache = ("--num-gpu-blocks-override", "12", "--max-num-seqs", "8")
+    work = ("--input-len", "40", "--output-len", "7", "--num-prompts", "9")
+    cache = ("--num-gpu-blocks-override", "12", "--max-num-seqs", "8", *NO_TOKENIZER)
     lines = bench(no_tokenizer_model, "throughput", "--policies", "gpu-only,mixed", *work, *cache)
     assert [line["policy"] for line in lines] == ["gpu-only", "mixed"]
     for line in lines:
@@ -63,10 +64,19 @@ def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> No
     assert mixed["iterations"]["one_batch"] + mixed["iterations"]["two_batches"] > 0
 
 
-def test_a_trace_is_run_as_it_is(no_tokenizer_model: Path, tmp_path: Path) -> None:
+def test_a_trace_is_run_as_it_is_and_random_weights_need_no_tokenizer(
+    no_tokenizer_model: Path, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,12,3\nx,600,3\nx,30,5\n")
-    flags = ("--dataset-path", str(trace), "--scheduling-policy", "gpu-only", "--no-profile")
+    flags = (
+        "--dataset-path",
+        str(trace),
+        "--scheduling-policy",
+        "gpu-only",
+        "--load-format",
+        "dummy",
+    )
     (line,) = bench(no_tokenizer_model, "throughput", *flags)
     assert (line["num_requests"], line["num_prompt_tokens"], line["num_output_tokens"]) == (
         2,
@@ -78,7 +88,7 @@ def test_a_trace_is_run_as_it_is(no_tokenizer_model: Path, tmp_path: Path) -> No
 
 def test_latency_of_one_batch_stands_beside_its_roofline(no_tokenizer_model: Path) -> None:
     work = ("--batch-size", "3", "--input-len", "20", "--output-len", "6", "--num-iters", "2")
-    (line,) = bench(no_tokenizer_model, "latency", *work, "--no-profile")
+    (line,) = bench(no_tokenizer_model, "latency", *work, *NO_TOKENIZER)
     # The last first token starts the decodes; here all prompts fit into one iteration.
     assert line["num_decode_iterations"] == 2 * 5
     assert line["decode_device_s"] > 0.0
@@ -95,7 +105,7 @@ def test_a_signal_ends_the_workers_and_leaves_no_segment(
 ) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()
-    work = ("--input-len", "20", "--output-len", "400", "--num-prompts", "64", "--no-profile")
+    work = ("--input-len", "20", "--output-len", "400", "--num-prompts", "64", *NO_TOKENIZER)
     arguments = command(no_tokenizer_model, "throughput", *work, "--shm-dir", str(shm))
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, cwd=REPO) as process:
         assert process.stderr is not None
