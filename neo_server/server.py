@@ -6,11 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-<<<<<<< HEAD
-from collections.abc import Awaitable, Callable, Coroutine
-=======
 from collections.abc import Callable, Coroutine
->>>>>>> main
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +34,7 @@ from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
-<<<<<<< HEAD
-=======
 from neo_server.tasks import first_of, race
->>>>>>> main
 from neo_server.tokenizer import AnyTokenizer, NoTokenizer, Tokenizer
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.config import WorkerConfig
@@ -318,29 +311,6 @@ def plan_timeout_s(options: Options, worker: WorkerConfig) -> float:
     return own + 2 * worker.cpu_attn_timeout_s
 
 
-<<<<<<< HEAD
-async def race(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Until the first is over; its error is raised, the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def first_of(work: Coroutine[Any, Any, T], *others: Awaitable[Any]) -> T:
-    """The result of ``work``; an error of the others, which end only by failing, comes first."""
-    task = asyncio.ensure_future(work)
-    await race(task, *(asyncio.ensure_future(other) for other in others))
-    return task.result()
-
-
-=======
->>>>>>> main
 async def _warm_up(engine: Engine) -> None:
     """One generation through every process."""
     room = engine.scheduler.max_tokens_per_sequence
