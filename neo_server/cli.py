@@ -178,6 +178,7 @@ def simulate(
     max_model_len: int = 8192,
     enable_chunked_prefill: bool = True,
     tpot_slo_ms: float | None = None,
+    ttft_slo_ms: float | None = None,
     cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the profile's.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
 ) -> None:

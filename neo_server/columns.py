@@ -41,6 +41,10 @@ class Columns:
         tokens[sampled] += 1
         self._ready[sampled] = tokens[sampled] < self._max_len[sampled]
 
+    def progress(self, slots: Ints) -> tuple[Ints, Ints]:
+        """Tokens in the cache, and tokens in all, plans in flight included."""
+        return self._columns["num_computed"][slots], self._columns["num_tokens"][slots]
+
     def grown(self, slots: Ints, size: Ints) -> Ints:
         """Indices of ``slots`` that hold fewer blocks (or pages) than their tokens need."""
         need = -(-self._columns["num_tokens"][slots] // size)
@@ -49,6 +53,10 @@ class Columns:
     def hold(self, slot: int, held: int) -> None:
         """The sequence got blocks or pages."""
         self._columns["held"][slot] = held
+
+    def rode(self, slots: Ints, ride: Ints) -> None:
+        """Sets how many layers riders have passed."""
+        self._columns["ride"][slots] = ride
 
     def view(self) -> tuple[Seqs, Ints]:
         """Those that may run, by arrival, and their slots."""

@@ -121,18 +121,25 @@ class CorrectedCost:
     def _learn_cpu(
         self, stages: list[Stages], layers: int, times: StageTimes, floor: float
     ) -> None:
-        """T_ca is seen only where the device waited; else what it hid in is an upper bound."""
-        for channel, stage in enumerate(stages):
-            predicted = layers * stage.cpu_attn
-            if predicted <= 0.0 or not math.isfinite(predicted):
-                continue
-            hidden = times.gpu_attn[channel]
-            if len(stages) == 2:
-                other = 1 - channel
-                hidden += times.linear[other] + times.gpu_attn[other] + times.cpu_wait[other]
-            wait = times.cpu_wait[channel]
-            if wait > floor or predicted > hidden + wait > 0.0:
-                self._move("cpu_attn", (hidden + wait) / predicted)
+        """T_ca is seen only where the device waited; else what it hid in is an upper bound.
+
+        Of two sub-batches one's attention may have stood in the queue behind the other's, so the
+        factor is the one with which ``layer_time`` gives the time that the layers took.
+        """
+        predicted = [layers * stage.cpu_attn for stage in stages]
+        if sum(predicted) <= 0.0 or not math.isfinite(sum(predicted)):
+            return
+        wait = sum(times.cpu_wait)
+        if len(stages) == 1:
+            room = [(times.gpu_attn[0] + wait, predicted[0])]
+        else:
+            handoff = times.handoff / 2
+            whole = sum(times.linear) + sum(times.gpu_attn) + times.handoff + wait
+            room = [(whole - times.linear[i] - handoff, predicted[i]) for i in range(2)]
+            room.append((whole, sum(predicted)))
+        ratio = min(seconds / needed for seconds, needed in room if needed > 0.0)
+        if ratio > 0.0 and (wait > floor or ratio < 1.0):
+            self._move("cpu_attn", ratio)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:
         if predicted > 0.0 and measured > 0.0 and max(predicted, measured) >= floor:

@@ -308,5 +308,6 @@ def _scheduler_config(
         max_model_len=max_model_len,
         enable_chunked_prefill=options.enable_chunked_prefill,
         tpot_slo_s=None if options.tpot_slo_ms is None else options.tpot_slo_ms * 1e-3,
+        ttft_slo_s=None if options.ttft_slo_ms is None else options.ttft_slo_ms * 1e-3,
         max_skipped_iterations=options.max_skipped_iterations,
     )

@@ -51,6 +51,9 @@ class Options:
     tpot_slo_ms: Annotated[
         float | None, Option(help="Target for an iteration, kept where chunk sizes allow.")
     ] = None
+    ttft_slo_ms: Annotated[
+        float | None, Option(help="Target for the first token: chunks grow where it is in reach.")
+    ] = None
     max_skipped_iterations: Annotated[
         int, Option(help="In a row, that a CPU-request may be left out.", min=1)
     ] = 32

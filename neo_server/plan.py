@@ -160,10 +160,13 @@ class View:
     max_skipped: int = 32  # iterations in a row that a CPU decode may be left out
     prefill_share: float = 0.0  # of the latest iterations, how many held a prefill
     prefill_tokens: float = 0.0  # prefill tokens of such an iteration, on average
+    cpu_decodes: float = 0.0  # CPU decodes of an iteration lately, on average
     mean_prompt: float = 0.0  # tokens, of the sequences that finished lately; 0: none did
     mean_output: float = 0.0
     tpot_slo_s: float | None = None
-    ttft_slo_s: float | None = None
+    # Id of the earliest request that waits for its first token and is not late, and the seconds
+    # until it is; None: no such request, or no target.
+    first_token_due: tuple[int, float] | None = None
 
     @overload
     def need(self, seq: SeqView, place: Place) -> int: ...
@@ -203,6 +206,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.seq)
+
+    def in_wire_order(self) -> Rows:
+        """By kind, then arrival."""
+        order = np.lexsort((self.seq, self.kind))
+        return Rows(self.seq[order], self.kind[order], self.n_new[order])
 
     def __iter__(self) -> Iterator[PlanRow]:
         for seq, kind, n_new in zip(

@@ -131,6 +131,7 @@ class Sequence:
     num_computed: int = 0  # tokens in the cache, or put there by a plan in flight
     pending: int = 0  # tokens that plans in flight will append
     epoch: int = 0  # grows whenever the rows in flight are given up
+    arrived_s: float = 0.0  # by the scheduler's clock
     max_len: int = 1 << 30  # prompt and output together; no row is planned beyond it
     slot: int | None = None  # row of the sequence table
     blocks: list[int] = field(default_factory=list)

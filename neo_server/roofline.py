@@ -80,6 +80,10 @@ class ModelShape(_Frozen):
         """K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
+    def tokens_in(self, size: float) -> int:
+        """Tokens of all layers whose K and V ``size`` bytes hold."""
+        return int(size / (self.kv_bytes * self.layers))
+
 
 SHAPES = {
     shape.name: shape

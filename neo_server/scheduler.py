@@ -7,6 +7,7 @@ a void row) raises the sequence's epoch, so that its rows in flight count for no
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
@@ -22,6 +23,7 @@ from neo_server.metrics import Metrics
 from neo_server.plan import Ints, Mode, Place, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
+from neo_server.recent import Awaited, Recent
 from neo_server.request import Sequence, State
 from neo_server.step import Step, StepResult, StepSwap
 from neo_server.step_cost import StepLoad, load_of_step
@@ -29,7 +31,6 @@ from protos.config import SchedulerConfig
 
 _BY_ARRIVAL = attrgetter("id")
 RUNNABLE = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
-_RECENT = 1 / 32  # weight of the newest iteration in running means
 
 
 class Scheduler:
@@ -44,8 +45,9 @@ class Scheduler:
         cpu_workers: Callable[[], int],
         cost: CorrectedCost,
         modes: frozenset[Mode] = RUNNABLE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``modes``: kinds of plan that the gpu worker can run."""
+        """``modes``: kinds of plan that the gpu worker can run. ``clock``: seconds."""
         self.config = config
         self.policy = policy
         self.blocks = blocks
@@ -55,15 +57,15 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
+        self._clock = clock
+        self._recent = Recent()
+        target = config.ttft_slo_s
+        self._awaited = None if target is None else Awaited(target)
         self._max_swaps = max_swaps
         self._cpu_workers = cpu_workers
         self._plan_id = 0
         self._expected: dict[int, tuple[StepLoad, float]] = {}
         self._columns = Columns(blocks.slots.total)
-        self._prefill_share = 0.0
-        self._prefill_tokens = 0.0
-        self._mean_prompt = 0.0
-        self._mean_output = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -79,24 +81,21 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
+        seq.arrived_s = self._clock()
+        if self._awaited is not None:
+            self._awaited.add(seq)
         insort(self.waiting, seq, key=_BY_ARRIVAL)
 
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
         if seq.state is State.FINISHED:
             return
-        self._learn_lengths(seq)
+        self._recent.finished(seq)
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
         else:
             del self.running[seq.id]
         self._drop(seq, State.FINISHED)
-
-    def _learn_lengths(self, seq: Sequence) -> None:
-        if seq.num_output:
-            weight = _RECENT if self._mean_prompt else 1.0
-            self._mean_prompt += weight * (seq.num_prompt - self._mean_prompt)
-            self._mean_output += weight * (seq.num_output - self._mean_output)
 
     def schedule(self) -> Step | None:
         """The next iteration; None: none before a plan in flight has reported.
@@ -164,6 +163,12 @@ class Scheduler:
         self._columns = Columns(blocks.slots.total)
         blocks.reported(self._plan_id)
 
+    def _first_token_due(self) -> tuple[int, float] | None:
+        if self._awaited is None:
+            return None
+        in_flight = sum(seconds for _, seconds in self._expected.values())
+        return self._awaited.due(self._clock() + in_flight)
+
     def _must_wait(self, plan: Plan) -> bool:
         """A plan in flight may end what makes this plan move somebody, or what makes it empty."""
         if plan.preempt or (plan.swap_out and self.blocks.has_deferred):
@@ -194,11 +199,13 @@ class Scheduler:
             plan_id=self._plan_id + 1,
             modes=self.modes,
             max_skipped=self.config.max_skipped_iterations,
-            prefill_share=self._prefill_share,
-            prefill_tokens=self._prefill_tokens,
-            mean_prompt=self._mean_prompt,
-            mean_output=self._mean_output,
+            prefill_share=self._recent.prefill_share,
+            prefill_tokens=self._recent.prefill_tokens,
+            cpu_decodes=self._recent.cpu_decodes,
+            mean_prompt=self._recent.mean_prompt,
+            mean_output=self._recent.mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
+            first_token_due=self._first_token_due(),
         )
         return view, slots
 
@@ -211,16 +218,16 @@ class Scheduler:
         self._plan_id += 1
         self._preempt(plan.preempt)
         swaps = self._swap(plan)
-        riders = self._ride(plan, view)
-        batches = [self._sorted(batch) for batch in plan.batches]
+        riders = self._ride(plan)
+        batches = [batch.in_wire_order() for batch in plan.batches]
         if len(riders):
-            batches = self._with_riders(batches, riders)
+            batches = _with_riders(batches, riders)
         for seq_id in np.concatenate([b.seq for b in batches] or [np.empty(0, np.int64)]).tolist():
             if seq_id not in self.running:
                 self._admit(seq_id, batches)
         step = self._step(plan, batches, swaps)
         self._note_skipped(plan, view, slots, step)
-        self._count_iteration(plan)
+        self._count_iteration(plan, step)
         return step
 
     def _step(self, plan: Plan, batches: list[Rows], swaps: tuple[StepSwap, ...]) -> Step:
@@ -231,8 +238,7 @@ class Scheduler:
         seqs = tuple([self.running[seq_id] for seq_id in ids])
         slot = np.array([seq.slot for seq in seqs], np.int64)
         self._grow(seqs, slot, kind)
-        start = np.array([seq.num_computed for seq in seqs], np.int64)
-        ends = np.array([seq.num_planned for seq in seqs], np.int64)
+        start, ends = self._columns.progress(slot)
         sample = start + n_new == ends
         for seq, count, last in zip(seqs, n_new.tolist(), sample.tolist(), strict=True):
             seq.last_plan = self._plan_id
@@ -253,12 +259,6 @@ class Scheduler:
             self.blocks.grow(seqs[i], place)
             held = seqs[i].pages if place is Place.CPU else seqs[i].blocks
             self._columns.hold(int(slot[i]), len(held))
-
-    @staticmethod
-    def _sorted(batch: Rows) -> Rows:
-        """By kind, then arrival, as the wire asks."""
-        order = np.lexsort((batch.seq, batch.kind))
-        return Rows(batch.seq[order], batch.kind[order], batch.n_new[order])
 
     def _admit(self, seq_id: int, batches: list[Rows]) -> None:
         at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
@@ -306,31 +306,23 @@ class Scheduler:
         self.metrics.num_swap_ins += len(plan.swap_in)
         return tuple(swaps)
 
-    def _ride(self, plan: Plan, view: View) -> list[Sequence]:
+    def _ride(self, plan: Plan) -> list[Sequence]:
         """Riders advance one layer; those that have passed all of them get their token."""
         arrived = []
-        for seq_id in plan.riders.tolist():
-            seq = self.running[seq_id]
-            seq.ride += 1
+        riders = [self.running[seq_id] for seq_id in plan.riders.tolist()]
+        layers = self.cost.num_layers
+        for seq in riders:
+            assert seq.slot is not None
+            if seq.ride == 0:  # room for the token, kept while it passes the layers
+                self.blocks.grow(seq, Place.CPU)
+                self._columns.hold(seq.slot, len(seq.pages))
+            seq.ride = (seq.ride + 1) % layers
             seq.last_plan = self._plan_id
-            self.blocks.grow(seq, Place.CPU)
-            if seq.ride >= self.cost.num_layers:
-                seq.ride = 0
+            if seq.ride == 0:
                 arrived.append(seq)
-            self._columns.put(seq)
+        slots = np.array([seq.slot for seq in riders], np.int64)
+        self._columns.rode(slots, np.array([seq.ride for seq in riders], np.int64))
         return arrived
-
-    @staticmethod
-    def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
-        """Riders that arrive are decode_cpu rows of batch-0."""
-        count = len(riders)
-        first = batches[0] if batches else Rows.of(())
-        added = Rows(
-            np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
-            np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
-            np.concatenate((first.n_new, np.ones(count, np.int64))),
-        )
-        return [Scheduler._sorted(added), *batches[1:]]
 
     def _note_skipped(self, plan: Plan, view: View, slots: Ints, step: Step) -> None:
         """Counts how long each CPU decode has been left out while workers live."""
@@ -353,13 +345,11 @@ class Scheduler:
         self._columns.note(slots[changed], counted)
         self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
 
-    def _count_iteration(self, plan: Plan) -> None:
-        self.metrics.iterations[self._kind(plan)] += 1
-        prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
-        self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
-        if prefill:
-            self.metrics.prefill_iterations[self._kind(plan)] += 1
-            self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
+    def _count_iteration(self, plan: Plan, step: Step) -> None:
+        kind = self._kind(plan)
+        self.metrics.iterations[kind] += 1
+        self.metrics.prefill_iterations[kind] += bool((step.kind < RowKind.DECODE_GPU).any())
+        self._recent.planned(step)
 
     @staticmethod
     def _kind(plan: Plan) -> Mode:
@@ -375,3 +365,15 @@ class Scheduler:
         elif kind == RowKind.DECODE_CPU:
             self.metrics.num_cpu_decodes += 1
             seq.num_cpu_decodes += 1
+
+
+def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
+    """Riders that arrive are decode_cpu rows of batch-0."""
+    count = len(riders)
+    first = batches[0] if batches else Rows.of(())
+    added = Rows(
+        np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
+        np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
+        np.concatenate((first.n_new, np.ones(count, np.int64))),
+    )
+    return [added.in_wire_order(), *batches[1:]]

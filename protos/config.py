@@ -75,6 +75,7 @@ class SchedulerConfig(_Frozen):
     enable_chunked_prefill: bool = True
     max_skipped_iterations: Positive = 32  # in a row, for a CPU-request that could decode
     tpot_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # of an iteration; None: none
+    ttft_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # from arrival to the first token
 
     @model_validator(mode="after")
     def _whole_prompt_fits(self) -> SchedulerConfig:

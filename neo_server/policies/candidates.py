@@ -135,7 +135,19 @@ def _pipelines(
     if second:
         yield 0, second, 0
     if count > second + max(first, 0):
-        yield 0, count, 0
+        both = _balanced(cost, zero, count, tokens)
+        yield count - both, both, 0
+
+
+def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> int:
+    """Of all ``count`` rows, those in batch-1 for which both chains are as long: T_l + T_ca.
+
+    With more rows than the GPU's work hides, the CPU is what counts. All of them in one batch would
+    leave it idle for that batch's linear stage.
+    """
+    one = cost.linear(count / 2) + cost.handoff(count / 2)
+    cpu = cost.cpu_attn(count, tokens(count))
+    return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
 def _rides(
@@ -198,14 +210,14 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
-            joined = best(view, cost, worth, load, count, lambda k: k * mean, forced=count)
-            gained = worth.token * (joined.first + joined.second + joined.riders / layers)
-            weight = share
-            if joined.seconds - alone > gained:
-                # They are left out, until the bound lets them in at any price.
-                weight = share / view.max_skipped
-            spent += share * alone + weight * (joined.seconds - alone)
-            value += share * alone + weight * gained
+            joined = best(view, cost, worth, load, count, lambda k: k * mean)
+            if not joined.rows or count > joined.rows * view.max_skipped:
+                # The bound on skips lets them in at any price.
+                due = -(-count // view.max_skipped)
+                joined = best(view, cost, worth, load, due, lambda k: k * mean, forced=due)
+            gained = joined.first + joined.second + joined.riders / layers
+            spent += share * joined.seconds
+            value += share * (alone + worth.token * gained)
         return value / spent
 
     layers = cost.num_layers

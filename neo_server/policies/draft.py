@@ -28,7 +28,6 @@ class Draft:
         self.seats_left = view.seats_free
         self.swaps_left = view.max_swaps
         self.seats = view.seats_free + len(view.running)
-        self.cpu_tokens = int(view.running.at(Place.CPU).num_tokens.sum())
         self.swap_out: list[int] = []
         self.swap_in: list[int] = []
         self.preempted: list[int] = []

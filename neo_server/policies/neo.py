@@ -102,8 +102,8 @@ def _starving(view: View, on_cpu: Seqs) -> bool:
 
 def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, base: Load) -> Load:
     """Steps 3 and 5. Returns batch-0 without CPU decodes."""
-    limit = _chunk_limit(draft, cost, base)
     started = gpu.take(~gpu.is_decode).plus(cpu.take(~cpu.is_decode))
+    limit = _chunk_limit(draft, cost, base, started)
     on_cpu = set(cpu.id.tolist())
     for seq in started:
         place = Place.CPU if seq.id in on_cpu else Place.GPU
@@ -142,7 +142,7 @@ def _added(base: Load, seq: SeqView, n_new: int, place: Place) -> Load:
     return base.with_prefill(n_new, seq.num_computed, moved=place is Place.CPU, last=last)
 
 
-def _chunk_limit(draft: Draft, cost: CostModel, base: Load) -> int:
+def _chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs) -> int:
     """Tokens of batch-0: where reading weights and arithmetic cost the same, or the target allows.
 
     Below the knee prefill tokens ride almost free on the decodes' pass over the weights. Where
@@ -156,10 +156,12 @@ def _chunk_limit(draft: Draft, cost: CostModel, base: Load) -> int:
     least = int(base.tokens) + 1  # some prefill always advances
     limit = max(min(knee(cost, most), most), least)
     if view.mean_output:
-        holds = view.gpu_blocks_total * view.block_size + int(draft.cpu_tokens)
-        rows = holds / (view.mean_prompt + view.mean_output / 2)
+        holds = view.gpu_blocks_total * view.block_size
+        rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
         demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
         limit = max(limit, min(int(base.tokens + _SPARE * demand), most))
+    if view.first_token_due is not None:
+        limit = _hurried(draft, cost, base, limit, started)
     if view.tpot_slo_s is None:
         return limit
     low, high = least, limit
@@ -171,6 +173,35 @@ def _chunk_limit(draft: Draft, cost: CostModel, base: Load) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _hurried(draft: Draft, cost: CostModel, base: Load, limit: int, started: Seqs) -> int:
+    """The least chunks with which the earliest request that is not late gets its token in time.
+
+    ``limit`` where no size does, or where it waits for room in the GPU-cache: it gains nothing.
+    """
+    view, room = draft.view, draft.free[Place.GPU]
+    assert view.first_token_due is not None
+    due_id, due_s = view.first_token_due
+    most = view.max_num_batched_tokens
+
+    def seconds(tokens: int, size: int) -> float:
+        n_new = max(min(size - int(base.tokens), tokens), 1)
+        chunk = base.with_prefill(n_new, 0, moved=False, last=True)
+        return -(-tokens // n_new) * iteration_time(cost, [chunk])
+
+    tokens = int(started.take(started.id <= due_id).remaining.sum())
+    for seq in view.waiting:
+        if seq.id > due_id:
+            break
+        room -= view.need(seq, Place.GPU)
+        if room < 0 or seconds(tokens, most) > due_s:
+            return limit
+        tokens += seq.remaining
+    size = limit
+    while size < most and seconds(tokens, size) > due_s:
+        size = min(2 * size, most)
+    return size if seconds(tokens, size) <= due_s else limit
 
 
 def _cpu_places(

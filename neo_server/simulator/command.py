@@ -34,6 +34,7 @@ class Request:
     max_model_len: int
     enable_chunked_prefill: bool
     tpot_slo_ms: float | None
+    ttft_slo_ms: float | None
     cpu_bandwidth: float
     plot: Path | None
 
@@ -77,9 +78,10 @@ def _setting(request: Request, policy: str) -> Setting:
         max_model_len=request.max_model_len,
         enable_chunked_prefill=request.enable_chunked_prefill,
         tpot_slo_s=None if request.tpot_slo_ms is None else request.tpot_slo_ms * 1e-3,
+        ttft_slo_s=None if request.ttft_slo_ms is None else request.ttft_slo_ms * 1e-3,
     )
     cost = RooflineCost(hardware, shape).with_cpu_bandwidth(request.cpu_bandwidth)
-    cpu_tokens = int(hardware.cpu_memory_gb * 1e9 / (shape.kv_bytes * shape.layers))
+    cpu_tokens = shape.tokens_in(hardware.cpu_memory_gb * 1e9)
     return Setting(policy, cost, tokens, cpu_tokens, config)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from neo_native import RowKind, RowStatus
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time
+from neo_server.cost_model import CostModel, Load, Stages, iteration_time, layer_time
 from neo_server.metrics import Metrics
 from neo_server.plan import Mode
 from neo_server.policies import load_policy
@@ -132,6 +132,7 @@ class Simulation:
             cpu_workers=lambda: 1,
             cost=CorrectedCost(setting.believed or setting.cost),
             modes=setting.modes,
+            clock=lambda: self.now,
         )
         self.now = 0.0
         self._alive: dict[int, Timeline] = {}
@@ -218,7 +219,7 @@ class Simulation:
         sample = step.sample.tolist()
         statuses = [RowStatus.SAMPLED if s else RowStatus.COMPUTED for s in sample]
         tokens = [0 if s else -1 for s in sample]
-        times = stage_times(self.setting.cost, load, elapsed)
+        times = stage_times(self.setting.cost, load)
         result = StepResult(step.plan_id, statuses, tokens, elapsed, times)
         for seq, _ in self.scheduler.update(step, result):
             request = self._alive[seq.id]
@@ -235,15 +236,15 @@ def simulate(setting: Setting, arrivals: SequenceOf[Arrival]) -> Report:
     return Simulation(setting).run(arrivals)
 
 
-def stage_times(cost: CostModel, load: StepLoad, elapsed: float) -> StageTimes:
-    """What a worker would measure; what it waits for the CPU is what is left of ``elapsed``."""
+def stage_times(cost: CostModel, load: StepLoad) -> StageTimes:
+    """What a worker would measure; the rest of the layers' time is what it waits for the CPU."""
     layers = cost.num_layers
     stages = [Stages.of(cost, batch) for batch in load.batches]
     head = cost.head(sum(batch.sampled for batch in load.batches))
     handoff = layers * sum(s.handoff for s in stages)
     linear = [layers * s.linear for s in stages] + [0.0]
     gpu_attn = [layers * s.gpu_attn for s in stages] + [0.0]
-    wait = max(elapsed - sum(linear) - sum(gpu_attn) - handoff - head, 0.0)
+    wait = max(layers * layer_time(stages) - sum(linear) - sum(gpu_attn) - handoff, 0.0)
     slowest = max(range(len(stages)), key=lambda channel: stages[channel].cpu_attn)
     waits = (wait, 0.0) if slowest == 0 else (0.0, wait)
     if not any(s.cpu_attn for s in stages):

@@ -8,6 +8,7 @@ from neo_server.correction import BOUND, CorrectedCost
 from neo_server.cost_model import FreeCost, Load, Stages, iteration_time, knee, layer_time
 from neo_server.errors import ConfigurationError
 from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
+from neo_server.simulator.run import stage_times
 from neo_server.step import StageTimes, StepResult
 from neo_server.step_cost import StepLoad
 from neo_server.table_cost import Curve, ProfileTable, Surface, TableCost
@@ -112,6 +113,22 @@ def test_a_profile_that_is_wrong_by_four_is_right_after_some_tens_of_iterations(
         elapsed = load.seconds(truth)
         believed.learn(load, load.seconds(believed), StepResult(1, [], [], elapsed, times))
     assert load.seconds(believed) == pytest.approx(load.seconds(truth), rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [1.0, 4.0, 0.25])
+@pytest.mark.parametrize("split", [(8, 8), (2, 14), (14, 2)])
+def test_of_two_sub_batches_that_wait_for_the_cpu_t_ca_is_learned(
+    wrong: float, split: tuple[int, int]
+) -> None:
+    """Either one's wait holds the other's attention too."""
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(truth.with_cpu_bandwidth(1 / wrong))
+    batches = tuple(Load().with_cpu(rows, rows * 8000.0) for rows in split)
+    load = StepLoad(batches, Load())
+    for _ in range(60):
+        result = StepResult(1, [], [], load.seconds(truth), stage_times(truth, load))
+        believed.learn(load, load.seconds(believed), result)
+    assert believed.cpu_attn(1, 8000.0) == pytest.approx(truth.cpu_attn(1, 8000.0), rel=0.02)
 
 
 def test_corrections_are_bounded() -> None:

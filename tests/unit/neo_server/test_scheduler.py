@@ -56,7 +56,10 @@ def serve(  # noqa: C901
             alive[seq.id] = seq
             scheduler.add(seq)
         while len(in_flight) < depth and scheduler.has_work:
+            queue = [seq.id for seq in scheduler.waiting]
             step = scheduler.schedule()
+            left = {seq.id for seq in scheduler.waiting}.intersection(queue)
+            assert queue[len(queue) - len(left) :] == sorted(left), "someone was overtaken"
             if step is None:
                 break
             in_flight.append(step)

@@ -91,6 +91,44 @@ def test_a_wrong_belief_is_corrected_on_the_way() -> None:
     assert simulation.scheduler.cost.median_error < 0.15
 
 
+def test_where_the_cpu_is_what_counts_neo_is_not_behind_those_that_use_it_alone() -> None:
+    """A T4: neither a linear stage nor a wrong idea of T_ca may leave the CPU idle."""
+    cost = RooflineCost(load_hardware("g4dn.4xlarge"), SHAPES["llama-2-7b"])
+    work = arrivals(synthetic(400, 300, 150, seed=4), None)
+    rates = {}
+    for policy in ("neo", "symmetric", "fastdecode-plus"):
+        config = setting(policy).config.model_copy(update={"max_model_len": 832})
+        small = Setting(policy, cost, 864, 97_000, config, PAPER_MODES)
+        rates[policy] = simulate(small, work).requests_per_s
+    assert rates["neo"] >= max(rates.values())
+
+
+def chunked(**changes: object) -> Setting:
+    base = setting("neo", "g5.4xlarge")
+    update = {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048, **changes}
+    return replace(base, config=base.config.model_copy(update=update), modes=PAPER_MODES)
+
+
+def test_parked_requests_do_not_make_chunks_larger() -> None:
+    work = arrivals(synthetic(1000, 300, 150), None)
+    plain = simulate(chunked(), work).requests_per_s
+    further = simulate(replace(chunked(), modes=ALL_MODES - {Mode.PIGGYBACK}), work)
+    assert further.requests_per_s >= 0.98 * plain
+
+
+def test_a_target_for_the_first_token_is_met_more_often_and_none_is_worth_nothing() -> None:
+    work = arrivals(synthetic(1500, 500, 60), 0.3)
+    target = 0.6
+
+    def met(report: Report) -> int:
+        return sum(request.ttft_s <= target for request in report.requests)
+
+    free, aimed = simulate(chunked(), work), simulate(chunked(ttft_slo_s=target), work)
+    assert met(aimed) >= 10 * met(free) > 0
+    hopeless = simulate(chunked(ttft_slo_s=1e-3), work)
+    assert [r.first_s for r in hopeless.requests] == [r.first_s for r in free.requests]
+
+
 def test_two_runs_are_the_same() -> None:
     assert run("neo", 50).seconds == run("neo", 50).seconds
 
