@@ -207,6 +207,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.seq)
 
+    def in_wire_order(self) -> Rows:
+        """By kind, then arrival."""
+        order = np.lexsort((self.seq, self.kind))
+        return Rows(self.seq[order], self.kind[order], self.n_new[order])
+
     def __iter__(self) -> Iterator[PlanRow]:
         for seq, kind, n_new in zip(
             self.seq.tolist(), self.kind.tolist(), self.n_new.tolist(), strict=True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -24,6 +23,7 @@ from neo_server.metrics import Metrics
 from neo_server.plan import Ints, Mode, Place, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
+from neo_server.recent import Awaited, Recent
 from neo_server.request import Sequence, State
 from neo_server.step import Step, StepResult, StepSwap
 from neo_server.step_cost import StepLoad, load_of_step
@@ -31,7 +31,6 @@ from protos.config import SchedulerConfig
 
 _BY_ARRIVAL = attrgetter("id")
 RUNNABLE = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
-_RECENT = 1 / 32  # weight of the newest iteration in running means
 
 
 class Scheduler:
@@ -59,17 +58,14 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
         self._clock = clock
-        self._awaited: deque[Sequence] = deque()  # by arrival, until their first token or too late
+        self._recent = Recent()
+        target = config.ttft_slo_s
+        self._awaited = None if target is None else Awaited(target)
         self._max_swaps = max_swaps
         self._cpu_workers = cpu_workers
         self._plan_id = 0
         self._expected: dict[int, tuple[StepLoad, float]] = {}
         self._columns = Columns(blocks.slots.total)
-        self._prefill_share = 0.0
-        self._prefill_tokens = 0.0
-        self._cpu_decodes = 0.0
-        self._mean_prompt = 0.0
-        self._mean_output = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -86,26 +82,20 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
         seq.arrived_s = self._clock()
-        if self.config.ttft_slo_s is not None:
-            self._awaited.append(seq)
+        if self._awaited is not None:
+            self._awaited.add(seq)
         insort(self.waiting, seq, key=_BY_ARRIVAL)
 
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
         if seq.state is State.FINISHED:
             return
-        self._learn_lengths(seq)
+        self._recent.finished(seq)
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
         else:
             del self.running[seq.id]
         self._drop(seq, State.FINISHED)
-
-    def _learn_lengths(self, seq: Sequence) -> None:
-        if seq.num_output:
-            weight = _RECENT if self._mean_prompt else 1.0
-            self._mean_prompt += weight * (seq.num_prompt - self._mean_prompt)
-            self._mean_output += weight * (seq.num_output - self._mean_output)
 
     def schedule(self) -> Step | None:
         """The next iteration; None: none before a plan in flight has reported.
@@ -174,16 +164,10 @@ class Scheduler:
         blocks.reported(self._plan_id)
 
     def _first_token_due(self) -> tuple[int, float] | None:
-        if self.config.ttft_slo_s is None:
+        if self._awaited is None:
             return None
-        begin = self._clock() + sum(seconds for _, seconds in self._expected.values())
-        late = begin - self.config.ttft_slo_s
-        while self._awaited:
-            seq = self._awaited[0]
-            if seq.state is not State.FINISHED and not seq.num_output and seq.arrived_s > late:
-                return seq.id, seq.arrived_s - late
-            self._awaited.popleft()
-        return None
+        in_flight = sum(seconds for _, seconds in self._expected.values())
+        return self._awaited.due(self._clock() + in_flight)
 
     def _must_wait(self, plan: Plan) -> bool:
         """A plan in flight may end what makes this plan move somebody, or what makes it empty."""
@@ -215,11 +199,11 @@ class Scheduler:
             plan_id=self._plan_id + 1,
             modes=self.modes,
             max_skipped=self.config.max_skipped_iterations,
-            prefill_share=self._prefill_share,
-            prefill_tokens=self._prefill_tokens,
-            cpu_decodes=self._cpu_decodes,
-            mean_prompt=self._mean_prompt,
-            mean_output=self._mean_output,
+            prefill_share=self._recent.prefill_share,
+            prefill_tokens=self._recent.prefill_tokens,
+            cpu_decodes=self._recent.cpu_decodes,
+            mean_prompt=self._recent.mean_prompt,
+            mean_output=self._recent.mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
             first_token_due=self._first_token_due(),
         )
@@ -235,9 +219,9 @@ class Scheduler:
         self._preempt(plan.preempt)
         swaps = self._swap(plan)
         riders = self._ride(plan)
-        batches = [self._sorted(batch) for batch in plan.batches]
+        batches = [batch.in_wire_order() for batch in plan.batches]
         if len(riders):
-            batches = self._with_riders(batches, riders)
+            batches = _with_riders(batches, riders)
         for seq_id in np.concatenate([b.seq for b in batches] or [np.empty(0, np.int64)]).tolist():
             if seq_id not in self.running:
                 self._admit(seq_id, batches)
@@ -275,12 +259,6 @@ class Scheduler:
             self.blocks.grow(seqs[i], place)
             held = seqs[i].pages if place is Place.CPU else seqs[i].blocks
             self._columns.hold(int(slot[i]), len(held))
-
-    @staticmethod
-    def _sorted(batch: Rows) -> Rows:
-        """By kind, then arrival, as the wire asks."""
-        order = np.lexsort((batch.seq, batch.kind))
-        return Rows(batch.seq[order], batch.kind[order], batch.n_new[order])
 
     def _admit(self, seq_id: int, batches: list[Rows]) -> None:
         at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
@@ -346,18 +324,6 @@ class Scheduler:
         self._columns.rode(slots, np.array([seq.ride for seq in riders], np.int64))
         return arrived
 
-    @staticmethod
-    def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
-        """Riders that arrive are decode_cpu rows of batch-0."""
-        count = len(riders)
-        first = batches[0] if batches else Rows.of(())
-        added = Rows(
-            np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
-            np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
-            np.concatenate((first.n_new, np.ones(count, np.int64))),
-        )
-        return [Scheduler._sorted(added), *batches[1:]]
-
     def _note_skipped(self, plan: Plan, view: View, slots: Ints, step: Step) -> None:
         """Counts how long each CPU decode has been left out while workers live."""
         if view.cpu_workers == 0:
@@ -380,14 +346,10 @@ class Scheduler:
         self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
 
     def _count_iteration(self, plan: Plan, step: Step) -> None:
-        self.metrics.iterations[self._kind(plan)] += 1
-        prefill = sum(int(b.n_new[b.kind < RowKind.DECODE_GPU].sum()) for b in plan.batches)
-        self._prefill_share += _RECENT * ((prefill > 0) - self._prefill_share)
-        cpu_decodes = int((step.kind == RowKind.DECODE_CPU).sum())
-        self._cpu_decodes += _RECENT * (cpu_decodes - self._cpu_decodes)
-        if prefill:
-            self.metrics.prefill_iterations[self._kind(plan)] += 1
-            self._prefill_tokens += 4 * _RECENT * (prefill - self._prefill_tokens)
+        kind = self._kind(plan)
+        self.metrics.iterations[kind] += 1
+        self.metrics.prefill_iterations[kind] += bool((step.kind < RowKind.DECODE_GPU).any())
+        self._recent.planned(step)
 
     @staticmethod
     def _kind(plan: Plan) -> Mode:
@@ -403,3 +365,15 @@ class Scheduler:
         elif kind == RowKind.DECODE_CPU:
             self.metrics.num_cpu_decodes += 1
             seq.num_cpu_decodes += 1
+
+
+def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
+    """Riders that arrive are decode_cpu rows of batch-0."""
+    count = len(riders)
+    first = batches[0] if batches else Rows.of(())
+    added = Rows(
+        np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
+        np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
+        np.concatenate((first.n_new, np.ones(count, np.int64))),
+    )
+    return [added.in_wire_order(), *batches[1:]]
