@@ -51,6 +51,9 @@ class PlanRunner(Protocol):
     def collect(self) -> Outcome:
         """Waits for the oldest plan."""
 
+    def summary(self) -> str:
+        """How plans ran so far, for the log."""
+
 
 class Reader(Protocol):
     """Copies plans out of the step ring."""

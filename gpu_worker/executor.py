@@ -101,6 +101,10 @@ class Executor:
         """The oldest plan is through."""
         return self._done is not None
 
+    def summary(self) -> str:
+        """How plans ran so far, for the log."""
+        return "computed as they came"
+
     def submit(self, plan: Plan) -> None:
         """Computes the plan and keeps what it gave."""
         self._done = self.run(plan)

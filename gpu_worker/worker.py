@@ -101,6 +101,7 @@ class GpuWorker:
                 self.send_result(runner.collect())
         while runner.pending:
             self.send_result(runner.collect())
+        logger.info("plans: %s", runner.summary())
 
     def leaving(self) -> bool:
         """The server is gone or stopping, or a signal asked this process to leave."""

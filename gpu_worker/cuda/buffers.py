@@ -13,7 +13,7 @@ from protos.model_config import ModelConfig
 
 CHANNELS = 2
 MAX_SPLITS = 64  # of a sequence, in decode attention on the device
-SPLIT_ROWS = 512  # row x KV head x split that fill the device; more rows are split less
+SPLIT_ROWS = 256  # row x KV head x split that fill the device; more rows are split less
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ decodes, launches one by one where there are prefills. Tokens of continuing rows
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from gpu_worker.sampler import draw
 from gpu_worker.timing import StageTimes
 from neo_native import RowStatus
 
+COUNTED_TOKENS = 64  # steps of the log's sizes
 WATCH_S = 50e-6  # between looks at a plan that waits for cpu workers
 
 
@@ -39,6 +40,7 @@ class InFlight:
     cpu_tasks: int
     announced: bool
     last_epochs: dict[int, int]
+    replayed: bool  # from a graph, not launched kernel by kernel
 
 
 class CudaExecutor:
@@ -63,6 +65,8 @@ class CudaExecutor:
         self._pinned = [self._new_pinned() for _ in range(depth)]
         self._sampled = np.empty(0, np.uint32)  # slots that the plan collected last sampled
         self._depth = depth
+        # By whether a graph was replayed and by tokens: plans and their device seconds.
+        self._spent: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0.0])
 
     def _new_pinned(self) -> tuple[list[Tensor], Tensor]:
         buffers = self._stages.buffers
@@ -114,7 +118,9 @@ class CudaExecutor:
         self._draw(plan)
         outcome.copy_(buffers.outcome, non_blocking=True)
         end.record()
-        self._in_flight.append(InFlight(plan, begin, end, metas, outcome, tasks, has_cpu, epochs))
+        self._in_flight.append(
+            InFlight(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, graph is not None)
+        )
 
     def _draw(self, plan: HostPlan) -> None:
         """Replaces the greedy token of rows that have a temperature."""
@@ -145,10 +151,23 @@ class CudaExecutor:
         flight = self._in_flight.popleft()
         self._await(flight)
         outcome = self._outcome(flight)
+        tokens = sum(batch.n_tokens for batch in flight.plan.batches)
+        kind = "replayed" if flight.replayed else "launched"
+        spent = self._spent[kind, -(-tokens // COUNTED_TOKENS) * COUNTED_TOKENS]
+        spent[0] += 1
+        spent[1] += outcome.times.elapsed
         if flight.announced and self._stages.exchange is not None:
             self._stages.exchange.retire(flight.plan)
         self._pinned.append((flight.staged, flight.outcome))
         return outcome
+
+    def summary(self) -> str:
+        """How plans ran so far, for the log: by kind and size those that took the longest."""
+        most = sorted(self._spent.items(), key=lambda item: -item[1][1])[:12]
+        return "; ".join(
+            f"{count:.0f} {kind} of up to {tokens} tokens, {seconds / count * 1e3:.2f} ms each"
+            for (kind, tokens), (count, seconds) in most
+        )
 
     def _await(self, flight: InFlight) -> None:
         """Watches a plan with CPU rows: where no job is done for too long, all are given up."""

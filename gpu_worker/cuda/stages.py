@@ -25,7 +25,6 @@ from gpu_worker.ops.rope import rope_table
 
 BLOCK = 1024
 GREEDY_BLOCK = 8192  # logits of a row that are read at a time
-DECODE_TILE = 64
 PREFILL_TILE = 64
 FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
 
@@ -57,6 +56,18 @@ class Shape:
             sampled=batch.n_sampled,
             cpu_chunks=batch.cpu_chunks,
         )
+
+
+def decode_tiles(heads: int, splits: int) -> tuple[int, int, int]:
+    """Tokens a step, warps and stages of decode attention; ``heads``: rows x KV heads.
+
+    The best of 100 combinations on an H200 (docs/decisions.md).
+    """
+    if splits >= 8:
+        return 32, 4, 3
+    if heads >= 512:
+        return 64, 2, 3
+    return 128, 4, 2
 
 
 class Stages:
@@ -245,11 +256,12 @@ class Stages:
         """The decode_gpu rows of a batch over their blocks. ``kv``: one layer of the GPU-cache."""
         c, f, cfg, b = self._channel(s), self._channel(s).fields, self._config, self.buffers
         splits = s.splits or n_splits(s.gpu_rows, cfg)
+        tile, warps, stages = decode_tiles(s.gpu_rows * cfg.num_key_value_heads, splits)
         shape = {
             "HEADS": cfg.num_attention_heads,
             "HEAD_DIM": cfg.head_dim,
             "DIM_PAD": self._dim_pad,
-            "TILE": DECODE_TILE,
+            "TILE": tile,
             "SPLITS": splits,
         }
         attention.decode_kernel[(s.gpu_rows, cfg.num_key_value_heads, splits)](
@@ -266,8 +278,8 @@ class Stages:
             self._scale,
             KV_HEADS=cfg.num_key_value_heads,
             BLOCK_SIZE=self._cache.block_size,
-            num_warps=4,
-            num_stages=3,
+            num_warps=warps,
+            num_stages=stages,
             **self._group,
             **shape,
         )
