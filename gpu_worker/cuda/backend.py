@@ -104,6 +104,8 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
             for tokens in {1, max_tokens}:
                 stages.forward([Shape(channel, tokens, 0, 0, offloads, 1, 1)])
                 stages.forward([Shape(channel, tokens, 1, int(offloads), offloads, 0, 1)])
+        if stages.exchange is not None:
+            stages.exchange.warm_up(stages.cache.blocks, stages.buffers.staging)
         torch.cuda.synchronize()
     except Exception as error:
         raise DeviceError(f"the kernels do not run on this device: {error}") from error

@@ -150,6 +150,13 @@ class DeviceExchange:
         span = self._reader.pages_of(chunk.slot, chunk.start)
         self._copy(staging.unsqueeze(0), layer, 1, span, to_cpu=False)
 
+    def warm_up(self, blocks: Tensor, staging: Tensor) -> None:
+        """Compiles the copies, by moving one token out and back."""
+        one = np.zeros(1, np.int32)
+        for kind in (SwapKind.OUT, SwapKind.IN):
+            self.swap(blocks, HostSwap(kind, one, one, one))
+        self._copy(staging.unsqueeze(0), 0, 1, HostSwap(SwapKind.IN, one, one, one), to_cpu=False)
+
     def _copy(
         self, cache: Tensor, first_layer: int, layers: int, swap: HostSwap, to_cpu: bool
     ) -> None:

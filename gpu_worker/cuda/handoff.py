@@ -117,7 +117,8 @@ def collect_kernel(
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+# Not specialised by the number of tokens: nothing is compiled while plans run.
+@triton.jit(do_not_specialize=["n_tokens", "first_layer", "cache_layer"])
 def copy_pages_kernel(
     cache, cache_layer, cache_plane, tiles, scales, flat, pages, page_rows, n_tokens,
     first_layer, n_pages, tile_stride, scale_stride,

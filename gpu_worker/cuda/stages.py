@@ -18,7 +18,6 @@ from gpu_worker.cuda import attention, elementwise, handoff
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk, HostBatch
-from gpu_worker.cuda.skinny import linear
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.ops.rope import rope_table
@@ -84,7 +83,7 @@ class Stages:
         self.model = model
         self.buffers = buffers
         self.exchange = exchange
-        self._cache = cache
+        self.cache = cache
         self._config = c = model.config
         self._rope = rope_table(c, max_positions, model.device)
         self._scale = c.attention_scale * math.log2(math.e)
@@ -151,27 +150,27 @@ class Stages:
         c, n = self._channel(s), s.tokens
         w = self.model.weights.layers[layer]
         h = self._norm(c, n, w.input_norm, delta=layer > 0)
-        linear(h, w.qkv, c.qkv[:n])
+        torch.mm(h, w.qkv.t(), out=c.qkv[:n])
 
     def _post_projection(self, s: Shape, layer: int) -> None:
         """Leaves the MLP's output in ``delta``: the next norm adds it."""
         c, n, b = self._channel(s), s.tokens, self.buffers
         w = self.model.weights.layers[layer]
-        linear(c.attn[:n], w.o, b.delta[:n])
+        torch.mm(c.attn[:n], w.o.t(), out=b.delta[:n])
         h = self._norm(c, n, w.post_norm, delta=True)
-        linear(h, w.gate_up, b.gate_up[:n])
+        torch.mm(h, w.gate_up.t(), out=b.gate_up[:n])
         inner = self._config.intermediate_size
         elementwise.silu_mul_kernel[(n, triton.cdiv(inner, BLOCK))](
             b.gate_up, b.inner, INNER=inner, BLOCK=BLOCK
         )
-        linear(b.inner[:n], w.down, b.delta[:n])
+        torch.mm(b.inner[:n], w.down.t(), out=b.delta[:n])
 
     def store(self, s: Shape, layer: int) -> None:
         """RoPE; K and V into their caches; Q to the cpu workers, then the epoch."""
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
         heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
         part = 4 if s.tokens <= FEW_TOKENS else 16
-        kv = self._cache.blocks[layer]
+        kv = self.cache.blocks[layer]
         to_cpu = s.to_cpu and self.exchange is not None
         e = self.exchange
         elementwise.rope_store_kernel[(s.tokens, triton.cdiv(heads, part))](
@@ -244,9 +243,9 @@ class Stages:
 
     def attend(self, s: Shape, layer: int) -> None:
         """Attention on the device, into ``attn``."""
-        kv = self._cache.blocks[layer]
+        kv = self.cache.blocks[layer]
         if s.tiles:
-            self._prefill(s, kv, 0, s.tiles, self._cache.block_size)
+            self._prefill(s, kv, 0, s.tiles, self.cache.block_size)
         for chunk in s.cpu_chunks:
             self._staged_prefill(s, layer, chunk)
         if s.gpu_rows:
@@ -277,7 +276,7 @@ class Stages:
             b.part_ml,
             self._scale,
             KV_HEADS=cfg.num_key_value_heads,
-            BLOCK_SIZE=self._cache.block_size,
+            BLOCK_SIZE=self.cache.block_size,
             num_warps=warps,
             num_stages=stages,
             **self._group,
@@ -343,7 +342,7 @@ class Stages:
             INDEXED=True,
             num_warps=8 if cfg.hidden_size > 2048 else 4,
         )
-        linear(hidden, self.model.weights.head, logits)
+        torch.mm(hidden, self.model.weights.head.t(), out=logits)
         elementwise.greedy_kernel[(s.sampled,)](
             logits,
             f["sample_slots"],

@@ -22,6 +22,8 @@ _AMPLE = 0.05
 # few iterations, for the sake of planning time.
 _CROWD = 256
 _CONSIDERED = 4
+_TILE = 64  # tokens that matrix products take at a time: a part of them costs as much
+_MANY_TILES = 4  # from which on filling the last one is a small change
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 
 
@@ -160,6 +162,8 @@ def _chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs) -> in
         rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
         demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
         limit = max(limit, min(int(base.tokens + _SPARE * demand), most))
+    if limit >= _MANY_TILES * _TILE:
+        limit = min(-(-limit // _TILE) * _TILE, most)
     if view.first_token_due is not None:
         limit = _hurried(draft, cost, base, limit, started)
     if view.tpot_slo_s is None:
