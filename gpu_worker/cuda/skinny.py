@@ -38,7 +38,7 @@ def skinny_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = x weight^T``. ``x``: [tokens, width]; ``weight``: [outputs, width]; both contiguous."""
+    """``out = x weight^T``, all contiguous. x: [tokens, width]; weight: [outputs, width]."""
     tokens, width = x.shape
     outputs = len(weight)
     wide = outputs >= WIDE
