@@ -1,7 +1,8 @@
-"""Times iterations of the gpu worker's CUDA path without a server: decode and prefill beside their
-rooflines, on random weights of a real model's shapes.
+"""Times iterations of the gpu worker's CUDA path without a server.
 
-    python scripts/bench_gpu_iterations.py --config llama-3.1-8b.json --rows 1 32 128 --context 1024
+Decode and prefill beside their rooflines, on random weights of a real model's shapes.
+
+    python scripts/bench_gpu_iterations.py --shape llama-3.1-8b --rows 1 32 128 --context 1024
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ import torch
 import neo_native as native
 from gpu_worker import ops
 from gpu_worker.backends import Parts, make_backend
+from gpu_worker.cuda.events import Event
 from gpu_worker.model import LlamaModel
 from gpu_worker.weights import TORCH_DTYPES, dummy_weights
 from neo_native import RowKind
+from neo_native.segments import SegmentSet
 from neo_server.geometry import geometry_fields
 from protos.config import CacheConfig, DType, EngineConfig, SchedulerConfig, WorkerConfig
 from protos.model_config import ModelConfig
@@ -78,7 +81,9 @@ class Bench:
                 cpu_kv_cache_dtype=options.cpu_kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=256, max_num_batched_tokens=options.max_tokens, max_model_len=options.max_len
+                max_num_seqs=256,
+                max_num_batched_tokens=options.max_tokens,
+                max_model_len=options.max_len,
             ),
             worker=WorkerConfig(
                 device="cuda", dtype=dtype, kernel_backend=options.backend, spin_us=200,
@@ -110,8 +115,9 @@ class Bench:
             )  # fmt: skip
             worker.start()
             self.workers.append(worker)
+        segments = cast(SegmentSet, self.segments)  # all of it that a backend uses
         begin = time.perf_counter()
-        parts = Parts(engine, model, self.segments, self.control, lambda: True)
+        parts = Parts(engine, model, segments, self.control, lambda: True)
         self.backend = make_backend(parts)
         print(f"backend {time.perf_counter() - begin:.1f} s", flush=True)
         sequences = parts.sequences()
@@ -183,7 +189,7 @@ def copy_bandwidth() -> float:
     b = torch.empty_like(a)
     best = 1e9
     for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
         begin.record()
         b.copy_(a)
         end.record()
@@ -197,7 +203,7 @@ def matrix_rate() -> float:
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     best = 1e9
     for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
         begin.record()
         torch.mm(a, a)
         end.record()
@@ -231,7 +237,7 @@ def gemm_floor(bench: Bench, tokens: int) -> float:
         run()
     spent = []
     for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
         begin.record()
         graph.replay()
         end.record()

@@ -239,10 +239,11 @@ class Exchange:
     def announce(
         self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
     ) -> tuple[tuple[int, int, Array], ...]:
-        """As begin_plan, for a plan whose publishes and waits a device does; several may be
-        announced. Per channel: the epoch of layer 0 (0: no rows), the number of tasks, and uint32
-        [rows, 2] first task and splits of each row. Raises NativeError while the descriptor's slot
-        is another plan's.
+        """As begin_plan, for a plan whose publishes and waits a device does.
+
+        Several may be announced. Per channel: the epoch of layer 0 (0: no rows), the number
+        of tasks, and uint32 [rows, 2] first task and splits of each row. Raises NativeError
+        while the descriptor's slot is another plan's.
         """
     def abort_through(self, channel: int, epoch: int) -> None:
         """Gives up the channel's jobs up to this epoch."""

@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def decode_kernel(
-    qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens, out, part_o, part_ml, scale,
+    qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
+    out, part_o, part_ml, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr,
@@ -104,8 +105,10 @@ def prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of TILE_Q new tokens of one row and head: first over what its cache holds
-    already, by block, then over the row's own new K and V where the projection left them.
+    """Causal attention of TILE_Q new tokens of one row and head.
+
+    First over what its cache holds already, by block, then over the row's own new K and V where
+    the projection left them.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)

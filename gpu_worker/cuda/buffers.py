@@ -61,7 +61,7 @@ class Buffers:
         self.last_tokens = make(limits.max_slots + 1, dtype=torch.int32)
         self.head = make(CHANNELS, rows, config.hidden_size)
         self.logits = make(CHANNELS, rows, config.vocab_size)
-        # Per channel: tokens [rows], logprobs [rows] as bits, void flag, nanoseconds waited (int64).
+        # Per channel: tokens [rows], logprobs [rows] as bits, void flag, waited ns (int64).
         self.outcome = make(CHANNELS, 2 * rows + 4, dtype=torch.int32)
         self.staging = make(0)  # K and V of one layer of one sequence: see stage_for
         self.rows = rows

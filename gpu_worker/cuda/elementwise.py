@@ -1,5 +1,6 @@
-"""Triton kernels between the matrix products: embedding, norms, rotary embedding with the stores of
-K, V and Q, the gated activation, greedy choice.
+"""Triton kernels between the matrix products.
+
+Embedding, norms, rotary embedding with the stores of K, V and Q, gated activation, greedy choice.
 
 Each reproduces the rounding of ``gpu_worker.ops`` (fp32 inside, the activations' dtype between).
 """
@@ -70,7 +71,7 @@ def round_even(x):
 
 
 @triton.jit
-def rope_store_kernel(
+def rope_store_kernel(  # noqa: PLR0915  (one pass over the fused projection)
     qkv, positions, rope, cache, cache_slots, cache_plane,
     pages, page_rows, q_rows, tiles, scales, exchange_q,
     layer, n_pages, tile_stride, scale_stride,
@@ -138,7 +139,8 @@ def rope_store_kernel(
 
 @triton.jit
 def greedy_kernel(
-    logits, slots, last_tokens, tokens, logprobs, vocab, VOCAB_PAD: tl.constexpr, BLOCK: tl.constexpr
+    logits, slots, last_tokens, tokens, logprobs, vocab,
+    VOCAB_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The likeliest token of a row (the first of equals) and its log-probability."""
     r = tl.program_id(0).to(tl.int64)

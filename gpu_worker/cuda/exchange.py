@@ -1,5 +1,6 @@
-"""The shared segments as kernels see them, and the host's part of a hand-off: announce, watch,
-retire.
+"""The shared segments as kernels see them, and the host's part of a hand-off.
+
+The host announces, watches and retires; kernels publish, wait and collect.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
 from gpu_worker.cuda.stages import Shape, Stages
@@ -33,8 +34,8 @@ class InFlight:
     """A submitted plan."""
 
     plan: HostPlan
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    begin: Event
+    end: Event
     staged: list[Tensor]  # pinned metadata, until the upload is through
     outcome: Tensor  # pinned copy of Buffers.outcome
     cpu_tasks: int
@@ -101,7 +102,7 @@ class CudaExecutor:
         if has_cpu:
             assert exchange is not None
             tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
         begin.record()
         for batch in plan.batches:
             metas[batch.channel].numpy()[: batch.used] = batch.meta[: batch.used]
@@ -175,7 +176,8 @@ class CudaExecutor:
         if not flight.last_epochs or exchange is None:
             flight.end.synchronize()
             return
-        seen, since = {}, time.monotonic()
+        seen: dict[int, int] = {}
+        since = time.monotonic()
         while not flight.end.query():
             done = {channel: exchange.done_epoch(channel) for channel in flight.last_epochs}
             now = time.monotonic()

@@ -103,14 +103,14 @@ def collect_kernel(
                 worker = (word >> WORKER_SHIFT) & FIELD_MASK
                 area = areas + worker * worker_area_floats + index * area_floats
                 m = tl.load(area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"))
-                l = tl.load(area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0)
+                mass = tl.load(area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0)
                 o = tl.load(area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0)
                 higher = tl.maximum(top, m)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 shrink = tl.exp(top - base)
                 weight = tl.exp(m - base)
                 acc = acc * shrink[:, None] + o * weight[:, None]
-                total = total * shrink + l * weight
+                total = total * shrink + mass * weight
                 top = higher
         token = tl.load(row_tokens + r).to(tl.int64)
         to = out + (token * HEADS + h * GROUP + g)[:, None] * HEAD_DIM + d[None, :]

@@ -28,7 +28,7 @@ class MappedSegment:
         """Raises ``DeviceError`` where the driver refuses to pin it."""
         self._segment = segment  # keeps it mapped
         self._chunks: list[int] = []
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for at in range(0, segment.size, CHUNK_BYTES):
             size = min(CHUNK_BYTES, segment.size - at)
             error = int(runtime.cudaHostRegister(segment.address + at, size, 0))
@@ -39,7 +39,7 @@ class MappedSegment:
                 )
             self._chunks.append(segment.address + at)
         buffer = (ctypes.c_uint8 * segment.size).from_address(segment.address)
-        self._bytes = torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8))
+        self._bytes = torch.from_numpy(np.ctypeslib.as_array(buffer))
 
     def view(self, offset: int, dtype: torch.dtype) -> Tensor:
         """Everything from ``offset`` on, as one-dimensional ``dtype``; offset in bytes."""
@@ -48,7 +48,7 @@ class MappedSegment:
 
     def close(self) -> None:
         """Unpins it."""
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for address in self._chunks:
             runtime.cudaHostUnregister(address)
         self._chunks.clear()

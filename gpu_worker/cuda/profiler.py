@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan import TILE_Q, HostSwap
 from gpu_worker.cuda.stages import Shape, Stages
 from gpu_worker.profiler import POINT_S, REPEATS, Profiler
@@ -69,7 +70,7 @@ class CudaProfiler(Profiler):
         spent: list[float] = []
         stop = min(time.perf_counter() + POINT_S, self._deadline)
         while len(spent) < REPEATS and (not spent or time.perf_counter() < stop):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = Event(), Event()
             begin.record()
             graph.replay()
             end.record()
@@ -144,7 +145,7 @@ class CudaProfiler(Profiler):
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             enqueue()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
 
         def run() -> float:
             plan, _ = self._native.announce(0, (slots, none), (lens, none))
@@ -175,7 +176,7 @@ class CudaProfiler(Profiler):
             (positions % page).astype(np.int32),
         )
         layers = len(self._cache.blocks)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = Event(), Event()
 
         def run() -> float:
             begin.record()
