@@ -7,13 +7,14 @@ import logging
 import torch
 
 from gpu_worker.backends import Backend, Parts, span_threads
+from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.executor import CudaExecutor
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlanReader
 from gpu_worker.cuda.profiler import CudaProfiler
-from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.cuda.stages import Stages
 from gpu_worker.errors import DeviceError
 from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
-from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.cuda.stages import Stages
 from gpu_worker.executor import Outcome
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.sampler import draw

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 TILE_Q = 64  # new tokens of one program of prefill attention
+PAD_TOKENS = 256  # a bucket may be this much larger than the largest plan
+PAD_TILES = 16  # of prefill attention that a bucket may have beside one for each TILE_Q tokens
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MetaLayout:
 
     def __init__(self, limits: PlanLimits) -> None:
         tokens, rows = limits.max_tokens + PAD_TOKENS, limits.max_rows
-        tiles = tokens // TILE_Q + rows + 1
+        tiles = tokens // TILE_Q + max(rows + 1, PAD_TILES)
         dump = limits.max_slots  # where the tokens of rows that are none go
         wanted = {
             "first_epoch": (2, 0),  # one int64
@@ -84,9 +86,6 @@ class MetaLayout:
         parts["first_epoch"] = parts["first_epoch"].view(torch.int64)
         parts["tables"] = buffer[self.tables_at :]
         return parts
-
-
-PAD_TOKENS = 256  # a bucket may be this much larger than the largest plan
 
 
 @dataclass(frozen=True)

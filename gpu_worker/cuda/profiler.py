@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan import TILE_Q, HostSwap
-from gpu_worker.cuda.stages import Shape, Stages
+from gpu_worker.cuda.stages import Stages
 from gpu_worker.profiler import POINT_S, REPEATS, Profiler
 from neo_native import SwapKind
 

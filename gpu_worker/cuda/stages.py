@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from gpu_worker.cuda import attention, elementwise, handoff
+from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import TILE_Q, CpuChunk, HostBatch
+from gpu_worker.cuda.plan import TILE_Q, CpuChunk
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.ops.rope import rope_table
@@ -26,35 +26,6 @@ BLOCK = 1024
 GREEDY_BLOCK = 8192  # logits of a row that are read at a time
 PREFILL_TILE = 64
 FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one sub-batch's launches; a captured graph serves any batch that fits them."""
-
-    channel: int
-    tokens: int
-    gpu_rows: int
-    cpu_rows: int = 0
-    to_cpu: bool = False
-    tiles: int = 0
-    sampled: int = 0
-    cpu_chunks: tuple[CpuChunk, ...] = ()
-    splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
-
-    @staticmethod
-    def of(batch: HostBatch) -> Shape:
-        """Exactly this batch."""
-        return Shape(
-            channel=batch.channel,
-            tokens=batch.n_tokens,
-            gpu_rows=batch.n_gpu_rows,
-            cpu_rows=batch.n_cpu_rows,
-            to_cpu=batch.to_cpu,
-            tiles=batch.n_tiles,
-            sampled=batch.n_sampled,
-            cpu_chunks=batch.cpu_chunks,
-        )
 
 
 def decode_tiles(heads: int, splits: int) -> tuple[int, int, int]:

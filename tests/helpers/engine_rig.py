@@ -107,6 +107,7 @@ class Rig:
             cpu_side = self._native_side(geometry, segment, workers, timeout_s)
         self.executor = Executor(model, self.cache, cpu_side)
         limits = PlanLimits.from_geometry(geometry, num_blocks, MAX_LEN, config.vocab_size)
+        self.limits = limits
         self.reader = PlanReader(self.sequences, limits, CPU)
         self._plan_id = 0
 

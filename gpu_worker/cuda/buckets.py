@@ -1,0 +1,148 @@
+"""Which shapes of an iteration have a CUDA graph, and which of them runs a plan.
+
+Row kinds, lengths, tables and epochs come from device memory, so that the graph of a bucket serves
+any split between prefills, GPU- and CPU-requests. What fits no bucket (more than ``MIXED_TOKENS``
+tokens, two sub-batches of which one has prefills, later chunks of CPU prefills) runs the same
+launches one by one: there the device takes longer than the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gpu_worker.cuda.plan import PAD_TILES, TILE_Q, CpuChunk, HostBatch, HostPlan
+
+SMALL = (1, 2, 4, 8)
+STEP = 8  # between buckets up to 64 rows; then 16 up to 128, then 32
+PAIRS = (8, 32, 64, 128, 256)  # buckets of each batch where there are two
+MIXED_TOKENS = 2048  # of an iteration with prefills
+MIXED_ROWS = ((64, 4), (256, 1))  # decode rows beside prefills, and splits of each
+MIXED_PREFILLS = PAD_TILES  # rows; each may begin one tile more
+MIXED_CPU_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one sub-batch's launches; a captured graph serves any batch that fits them."""
+
+    channel: int
+    tokens: int
+    gpu_rows: int
+    cpu_rows: int = 0
+    to_cpu: bool = False
+    tiles: int = 0
+    sampled: int = 0
+    cpu_chunks: tuple[CpuChunk, ...] = ()
+    splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
+
+    @staticmethod
+    def of(batch: HostBatch) -> Shape:
+        """Exactly this batch."""
+        return Shape(
+            channel=batch.channel,
+            tokens=batch.n_tokens,
+            gpu_rows=batch.n_gpu_rows,
+            cpu_rows=batch.n_cpu_rows,
+            to_cpu=batch.to_cpu,
+            tiles=batch.n_tiles,
+            sampled=batch.n_sampled,
+            cpu_chunks=batch.cpu_chunks,
+        )
+
+
+Key = tuple[Shape, ...]
+
+
+def buckets(most: int) -> list[int]:
+    """Numbers of decode rows that have a graph, the last at least ``most``."""
+    found = [n for n in SMALL if n <= most]
+    while not found or found[-1] < most:
+        last = found[-1] if found else 0
+        found.append(last + (STEP if last < 64 else 16 if last < 128 else 32))
+    return found
+
+
+def mixed_buckets(most: int) -> list[int]:
+    """Tokens of iterations with prefills; a matrix product takes tokens by the 64 anyhow."""
+    found: list[int] = []
+    while not found or found[-1] < min(most, MIXED_TOKENS):
+        last = found[-1] if found else 0
+        found.append(last + (64 if last < 512 else 128 if last < 1024 else 256))
+    return found
+
+
+def bucket_of(n: int, among: Sequence[int]) -> int | None:
+    """The least bucket that holds ``n``."""
+    return next((bucket for bucket in among if bucket >= n), None)
+
+
+def decode_shape(channel: int, rows: int, cpu: bool) -> Shape:
+    """Decodes alone."""
+    return Shape(channel, rows, rows, rows if cpu else 0, cpu, sampled=rows)
+
+
+def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
+    """Prefills and decodes in one batch."""
+    return Shape(
+        channel=0,
+        tokens=tokens,
+        gpu_rows=rows,
+        cpu_rows=MIXED_CPU_ROWS if cpu else 0,
+        to_cpu=cpu,
+        tiles=tokens // TILE_Q + MIXED_PREFILLS,
+        sampled=rows + MIXED_PREFILLS,
+        splits=splits,
+    )
+
+
+class Buckets:
+    """The shapes that have a graph under given limits."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self._rows = buckets(max_rows)
+        self._pairs = [n for n in PAIRS if n <= self._rows[-1]]
+        self._mixed = mixed_buckets(max_tokens)
+        self._mixed_rows = [
+            (n, splits) for n, splits in MIXED_ROWS if n <= max(max_rows, MIXED_ROWS[0][0])
+        ]
+
+    def keys(self, offload: bool) -> Iterator[Key]:
+        """All of them. ``offload``: also with CPU rows and with two sub-batches."""
+        for cpu in (False, True) if offload else (False,):
+            for n in self._rows:
+                yield (decode_shape(0, n, cpu),)
+            for tokens in self._mixed:
+                for rows, splits in self._mixed_rows:
+                    yield (mixed_shape(tokens, rows, splits, cpu),)
+        for a in self._pairs if offload else ():
+            for b in self._pairs:
+                yield decode_shape(0, a, True), decode_shape(1, b, True)
+
+    def key_of(self, plan: HostPlan) -> Key | None:
+        """The least shape that holds this plan's rows, or None where there is none."""
+        if [batch.channel for batch in plan.batches] != list(range(len(plan.batches))):
+            return None
+        one = len(plan.batches) == 1
+        key = []
+        for batch in plan.batches:
+            if batch.decodes_only and batch.n_sampled == batch.n_tokens:
+                bucket = bucket_of(batch.n_tokens, self._rows if one else self._pairs)
+                cpu = batch.n_cpu_rows > 0 or not one
+                shape = decode_shape(batch.channel, bucket, cpu) if bucket else None
+            else:
+                shape = self._mixed_shape_of(batch) if one else None
+            if shape is None:
+                return None
+            key.append(shape)
+        return tuple(key)
+
+    def _mixed_shape_of(self, batch: HostBatch) -> Shape | None:
+        tokens = bucket_of(batch.n_tokens, self._mixed)
+        wanted = max(batch.n_gpu_rows, batch.n_sampled - MIXED_PREFILLS)
+        rows = next((pair for pair in self._mixed_rows if pair[0] >= wanted), None)
+        if tokens is None or rows is None or batch.cpu_chunks:
+            return None
+        if batch.n_cpu_rows > MIXED_CPU_ROWS or batch.n_tiles > tokens // TILE_Q + MIXED_PREFILLS:
+            return None
+        return mixed_shape(tokens, *rows, cpu=batch.to_cpu)

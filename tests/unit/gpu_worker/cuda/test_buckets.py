@@ -1,0 +1,214 @@
+"""The graph that runs a plan holds all of it, and every graph fits the buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker.cuda.buckets import (
+    MIXED_CPU_ROWS,
+    MIXED_PREFILLS,
+    MIXED_TOKENS,
+    PAIRS,
+    Buckets,
+    Shape,
+    bucket_of,
+    buckets,
+    decode_shape,
+    mixed_buckets,
+)
+from gpu_worker.cuda.plan import (
+    PAD_TOKENS,
+    TILE_Q,
+    CpuChunk,
+    HostBatch,
+    HostPlan,
+    MetaLayout,
+)
+from gpu_worker.plan_check import PlanLimits
+from gpu_worker.sampler import SamplingParams
+
+NONE = np.empty(0, np.uint32)
+SAMPLING = SamplingParams(NONE, NONE, NONE, NONE, NONE, NONE)  # of no interest here
+
+
+def batch_of(
+    channel: int,
+    gpu: int,
+    cpu: int,
+    prefills: list[int],
+    *,
+    on_cpu: bool = False,
+    sampled_prefills: int = 0,
+    chunks: tuple[CpuChunk, ...] = (),
+) -> HostBatch:
+    """``prefills``: new tokens of each; every decode is sampled."""
+    slots = np.arange(cpu, dtype=np.uint32)
+    rows = gpu + cpu + len(prefills)
+    return HostBatch(
+        channel=channel,
+        rows=slice(0, rows),
+        n_tokens=gpu + cpu + sum(prefills),
+        n_gpu_rows=gpu,
+        cpu_slots=slots,
+        cpu_lens=slots + 1,
+        to_cpu=cpu > 0 or (on_cpu and bool(prefills)),
+        n_tiles=sum(-(-n // TILE_Q) for n in prefills),
+        cpu_chunks=chunks,
+        n_sampled=gpu + cpu + sampled_prefills,
+        meta=np.empty(0, np.int32),
+        used=0,
+    )
+
+
+def plan_of(*batches: HostBatch) -> HostPlan:
+    none = np.empty(0, np.intp)
+    return HostPlan(0, NONE, batches, (), none, SAMPLING, np.empty(0, np.bool_))
+
+
+def check_holds(shape: Shape, batch: HostBatch) -> None:
+    assert shape.channel == batch.channel
+    assert shape.tokens >= batch.n_tokens
+    assert shape.gpu_rows >= batch.n_gpu_rows
+    assert shape.cpu_rows >= batch.n_cpu_rows
+    assert shape.to_cpu or not batch.to_cpu
+    assert shape.tiles >= batch.n_tiles
+    assert shape.sampled >= batch.n_sampled
+    assert not batch.cpu_chunks  # their spans are not on the device
+
+
+@st.composite
+def batches_of(draw: st.DrawFn, channel: int, max_rows: int, max_tokens: int) -> HostBatch:
+    gpu = draw(st.integers(0, max_rows))
+    cpu = draw(st.integers(0, max_rows - gpu))
+    room_rows, room = max_rows - gpu - cpu, max_tokens - gpu - cpu
+    prefills: list[int] = []
+    for new in draw(st.lists(st.integers(1, 700), max_size=min(room_rows, 40))):
+        if sum(prefills) + new <= room:
+            prefills.append(new)
+    if gpu + cpu + len(prefills) == 0:
+        gpu = 1
+    sampled = draw(st.integers(0, len(prefills)))
+    chunks = (CpuChunk(0, 8, 0, 1),) if prefills and draw(st.booleans()) else ()
+    return batch_of(
+        channel,
+        gpu,
+        cpu,
+        prefills,
+        on_cpu=draw(st.booleans()) or bool(chunks),
+        sampled_prefills=sampled,
+        chunks=chunks,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Buckets, HostPlan]:
+    max_rows = draw(st.sampled_from([1, 7, 8, 64, 100, 256, 300]))
+    max_tokens = max_rows + draw(st.sampled_from([0, 60, 512, 4096]))
+    made = [draw(batches_of(0, max_rows, max_tokens))]
+    if draw(st.booleans()):
+        made.append(draw(batches_of(1, max_rows, max_tokens)))
+    return Buckets(max_rows, max_tokens), plan_of(*made)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_the_graph_of_a_plan_holds_every_batch_and_was_captured(
+    case: tuple[Buckets, HostPlan],
+) -> None:
+    chosen, plan = case
+    key = chosen.key_of(plan)
+    if key is None:
+        return
+    offload = len(plan.batches) > 1 or any(batch.to_cpu for batch in plan.batches)
+    assert key in set(chosen.keys(offload))
+    for shape, batch in zip(key, plan.batches, strict=True):
+        check_holds(shape, batch)
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 8, 30, 64, 256, 300])
+@pytest.mark.parametrize("cpu", [False, True])
+def test_decodes_alone_always_have_a_graph(max_rows: int, cpu: bool) -> None:
+    chosen = Buckets(max_rows, max_rows)
+    for n in range(1, max_rows + 1):
+        cpu_rows = n // 2 + 1 if cpu else 0
+        key = chosen.key_of(plan_of(batch_of(0, n - cpu_rows, cpu_rows, [])))
+        assert key is not None
+        check_holds(key[0], batch_of(0, n - cpu_rows, cpu_rows, []))
+        # No smaller bucket would do.
+        smaller = [b for b in buckets(max_rows) if n <= b < key[0].tokens]
+        assert smaller == []
+
+
+def test_what_no_graph_runs() -> None:
+    chosen = Buckets(256, 8192)
+    decodes, prefill = batch_of(0, 8, 0, []), batch_of(0, 8, 0, [100])
+    assert chosen.key_of(plan_of(prefill)) is not None
+    chunked = batch_of(0, 8, 0, [100], on_cpu=True, chunks=(CpuChunk(0, 8, 0, 2),))
+    assert chosen.key_of(plan_of(chunked)) is None
+    assert chosen.key_of(plan_of(batch_of(0, 0, 0, [MIXED_TOKENS + 1]))) is None
+    assert chosen.key_of(plan_of(batch_of(0, 0, MIXED_CPU_ROWS + 1, [64]))) is None
+    assert chosen.key_of(plan_of(batch_of(0, 0, 0, [1] * (MIXED_PREFILLS + 2)))) is None
+    # Two sub-batches of which one has prefills, and a second one without a first.
+    assert chosen.key_of(plan_of(prefill, batch_of(1, 0, 8, []))) is None
+    assert chosen.key_of(plan_of(batch_of(1, 0, 8, []))) is None
+    assert chosen.key_of(plan_of(decodes, batch_of(1, 0, 8, []))) is not None
+
+
+def test_bucket_of_takes_the_least_that_holds() -> None:
+    assert bucket_of(8, (1, 8, 16)) == 8
+    assert bucket_of(9, (1, 8, 16)) == 16
+    assert bucket_of(17, (1, 8, 16)) is None
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 65, 129, 256, 1000, 4096])
+def test_buckets_grow_and_reach_the_most(most: int) -> None:
+    for made, last in ((buckets(most), most), (mixed_buckets(most), min(most, MIXED_TOKENS))):
+        assert made == sorted(set(made))
+        assert made[-1] >= last
+        assert len(made) == 1 or made[-2] < last
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_how_many_graphs_there_are(offload: bool) -> None:
+    """With the default limits: decodes, prefills by 64 and 256 decode rows, pairs of batches."""
+    keys = list(Buckets(256, 2048).keys(offload))
+    assert len(keys) == len(set(keys))
+    kinds = Counter((len(key), key[0].to_cpu, key[0].tiles > 0) for key in keys)
+    decodes, mixed = len(buckets(256)), 2 * len(mixed_buckets(2048))
+    assert (decodes, mixed) == (19, 32)
+    wanted = {(1, False, False): decodes, (1, False, True): mixed}
+    if offload:
+        wanted |= {(1, True, False): decodes, (1, True, True): mixed}
+        wanted[(2, True, False)] = len(PAIRS) ** 2
+    assert dict(kinds) == wanted
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 8, 15, 16, 64, 256, 300])
+@pytest.mark.parametrize("more", [0, 1, 500, 2048, 8192])
+def test_every_graph_fits_metadata_and_buffers(max_rows: int, more: int) -> None:
+    max_tokens = max_rows + more
+    limits = PlanLimits(
+        max_rows=max_rows, max_tokens=max_tokens, max_swaps=8, max_slots=max_rows, block_size=16,
+        max_blocks=8, num_blocks=8, page_size=16, max_pages=8, num_pages=8, max_positions=128,
+        vocab_size=320,
+    )  # fmt: skip
+    size = {name: field.size for name, field in MetaLayout(limits).fields.items()}
+    for key in Buckets(max_rows, max_tokens).keys(offload=True):
+        for shape in key:
+            assert shape.tokens <= size["ids"] == max_tokens + PAD_TOKENS
+            assert shape.tiles <= size["tile_rows"] == size["tile_firsts"], shape
+            assert shape.gpu_rows <= size["row_lens"] == size["row_tokens"]
+            assert shape.cpu_rows <= size["cpu_tokens"]
+            assert 2 * shape.cpu_rows <= size["cpu_tasks"]
+            assert shape.sampled <= size["sample_tokens"] == max_rows + PAD_TOKENS
+
+
+def test_a_decode_shape_serves_any_split_of_its_rows() -> None:
+    shape = decode_shape(1, 32, True)
+    assert (shape.channel, shape.tokens, shape.gpu_rows, shape.cpu_rows) == (1, 32, 32, 32)
+    assert (shape.sampled, shape.tiles, shape.to_cpu) == (32, 0, True)
