@@ -99,6 +99,7 @@ class Rig:
         self._scatter(num_blocks, int(geometry["n_pages"]))
         weights = load_weights(folder, config, TORCH_DTYPES[dtype], CPU)
         model = LlamaModel(config, weights, ops.select(CPU), MAX_LEN)
+        self.model = model
         self.logits: list[torch.Tensor] = []
         self._record_logits(model)
         self.cache = GpuCache(config, num_blocks, BLOCK_SIZE, TORCH_DTYPES[dtype], CPU)
