@@ -48,6 +48,7 @@ class Buffers:
         self.channels: list[ChannelBuffers] = []
         for _ in range(CHANNELS if two_batches else 1):
             meta = make(layout.size, dtype=torch.int32)
+            meta[: layout.tables_at] = torch.from_numpy(layout.blank).to(device)  # until a plan's
             residual = make(tokens, config.hidden_size, dtype=torch.float32)
             qkv, attn = make(tokens, width), make(tokens, config.q_size)
             self.channels.append(ChannelBuffers(meta, layout.views(meta), residual, qkv, attn))

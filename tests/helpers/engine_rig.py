@@ -77,6 +77,36 @@ def make_geometry(config: ModelConfig, dtype: DType, **overrides: int) -> Any:
     return native.make_geometry(**(fields | overrides))
 
 
+def make_step(
+    plan_id: int,
+    *sub_batches: Sequence[Row],
+    swaps: Sequence[tuple[int, SwapKind, int]] = (),
+    max_rows: int = MAX_ROWS,
+    max_tokens: int = MAX_TOKENS,
+) -> Any:
+    """What the ring would hold. ``swaps``: slot, kind, tokens."""
+    step = SimpleNamespace(
+        header=np.zeros((), native.step_header_dtype),
+        rows=np.zeros(max_rows, native.step_row_dtype),
+        swaps=np.zeros(MAX_SWAPS, native.swap_dtype),
+        tokens=np.zeros(max_tokens, np.int32),
+    )
+    at = 0
+    rows = [row for batch in sub_batches for row in batch]
+    for i, row in enumerate(rows):
+        step.rows[i] = (row.slot, row.kind, row.start, len(row.tokens), at, row.sample)
+        step.tokens[at : at + len(row.tokens)] = row.tokens
+        at += len(row.tokens)
+    for i, (slot, kind, n_tokens) in enumerate(swaps):
+        step.swaps[i]["slot"], step.swaps[i]["kind"] = slot, kind
+        step.swaps[i]["n_tokens"] = n_tokens
+    step.header["plan_id"] = plan_id
+    step.header["n_rows"][: len(sub_batches)] = [len(batch) for batch in sub_batches]
+    step.header["n_tokens"] = at
+    step.header["n_swaps"] = len(swaps)
+    return step
+
+
 class Rig:
     """Every slot owns its own blocks and pages, scattered at random."""
 
@@ -133,26 +163,7 @@ class Rig:
     ) -> Any:
         """What the ring would hold."""
         self._plan_id += 1
-        step = SimpleNamespace(
-            header=np.zeros((), native.step_header_dtype),
-            rows=np.zeros(MAX_ROWS, native.step_row_dtype),
-            swaps=np.zeros(MAX_SWAPS, native.swap_dtype),
-            tokens=np.zeros(MAX_TOKENS, np.int32),
-        )
-        at = 0
-        rows = [row for batch in sub_batches for row in batch]
-        for i, row in enumerate(rows):
-            step.rows[i] = (row.slot, row.kind, row.start, len(row.tokens), at, row.sample)
-            step.tokens[at : at + len(row.tokens)] = row.tokens
-            at += len(row.tokens)
-        for i, (slot, kind, n_tokens) in enumerate(swaps):
-            step.swaps[i]["slot"], step.swaps[i]["kind"] = slot, kind
-            step.swaps[i]["n_tokens"] = n_tokens
-        step.header["plan_id"] = self._plan_id
-        step.header["n_rows"][: len(sub_batches)] = [len(batch) for batch in sub_batches]
-        step.header["n_tokens"] = at
-        step.header["n_swaps"] = len(swaps)
-        return step
+        return make_step(self._plan_id, *sub_batches, swaps=swaps)
 
     def _scatter(self, num_blocks: int, num_pages: int) -> None:
         shuffle = np.random.default_rng(7)
