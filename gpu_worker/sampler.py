@@ -9,6 +9,7 @@ batch, draws the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     tokens = logits.argmax(dim=-1)
     drawn = np.flatnonzero(params.temperature > 0)
     if len(drawn):
-        rows = torch.from_numpy(drawn).to(logits.device)
+        rows = _to(drawn, logits.device)
         every = len(drawn) == len(logits)
         chosen = logits if every else logits.index_select(0, rows)
         tokens[rows] = draw(chosen, params.take(drawn))
@@ -82,7 +83,7 @@ def apply_filters(scaled: Tensor, params: SamplingParams) -> Tensor:
     limited = np.flatnonzero((params.top_p < 1) | ((params.top_k > 0) & (params.top_k < vocab)))
     if len(limited) == 0:
         return scaled
-    rows = torch.from_numpy(limited).to(scaled.device)
+    rows = _to(limited, scaled.device)
     part = scaled.index_select(0, rows)
     lowest = _lowest_kept(part, params.take(limited))
     return scaled.index_copy(0, rows, part.masked_fill(part < lowest, -torch.inf))
@@ -92,8 +93,10 @@ def _lowest_kept(scaled: Tensor, params: SamplingParams) -> Tensor:
     """The smallest logit that top-k and then top-p keep: [rows, 1]."""
     vocab = scaled.shape[-1]
     top_k = np.where(params.top_k > 0, params.top_k, vocab).clip(max=vocab).astype(np.int64)
-    k = torch.from_numpy(top_k).to(scaled.device).unsqueeze(1)
+    k = _to(top_k, scaled.device).unsqueeze(1)
     top_p = _column(params.top_p, scaled.device)
+    if scaled.is_cuda:  # sorting all is cheap there, and asking what is complete would wait
+        return _lowest_within(scaled, k, top_p, vocab)[0]
     lowest, complete = _lowest_within(scaled, k, top_p, min(CANDIDATES, vocab))
     if not complete.all():
         rows = (~complete).nonzero().squeeze(1)
@@ -156,9 +159,17 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
+def _to(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On the device; through pinned memory, so that the host does not wait for its stream."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device).unsqueeze(1)
+    return _to(values, device).unsqueeze(1)
 
 
 def _int32_column(words: npt.NDArray[np.uint32], device: torch.device) -> Tensor:
-    return torch.from_numpy(words.view(np.int32)).to(device).unsqueeze(1)
+    return _to(words.view(np.int32), device).unsqueeze(1)

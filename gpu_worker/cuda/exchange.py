@@ -164,17 +164,19 @@ class DeviceExchange:
         n = len(swap.flat)
         if n == 0:
             return
-        place = torch.from_numpy(np.concatenate((swap.flat, swap.pages, swap.page_rows)))
-        index = place.pin_memory().to(self._device, non_blocking=True)
+        places = np.zeros((3, triton.cdiv(n, COPY_ROWS) * COPY_ROWS), np.int32)
+        places[:, :n] = swap.flat, swap.pages, swap.page_rows
+        pinned = torch.from_numpy(places).pin_memory()
+        flat, pages, page_rows = pinned.to(self._device, non_blocking=True).unbind()
         handoff.copy_pages_kernel[(triton.cdiv(n, COPY_ROWS), layers, 2 * self._kv_heads)](
             cache,
             cache.stride(0),
             cache.stride(1),
             self.tiles,
             self.scales,
-            index[:n],
-            index[n : 2 * n],
-            index[2 * n :],
+            flat,
+            pages,
+            page_rows,
             n,
             first_layer,
             self.n_pages,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class InFlight:
     announced: bool
     last_epochs: dict[int, int]
     replayed: bool  # from a graph, not launched kernel by kernel
+    seen: dict[int, int] = field(default_factory=dict)  # epochs done, when last looked at
+    since: float = 0.0  # when they last grew
 
 
 class CudaExecutor:
@@ -91,7 +93,10 @@ class CudaExecutor:
 
     def ready(self) -> bool:
         """The oldest plan is through."""
-        return bool(self._in_flight) and self._in_flight[0].end.query()
+        if not self._in_flight:
+            return False
+        self._watch(self._in_flight[0])
+        return self._in_flight[0].end.query()
 
     @torch.inference_mode()
     def submit(self, plan: HostPlan) -> None:
@@ -172,23 +177,23 @@ class CudaExecutor:
         )
 
     def _await(self, flight: InFlight) -> None:
-        """Watches a plan with CPU rows: where no job is done for too long, all are given up."""
+        if not flight.last_epochs:
+            flight.end.synchronize()
+        while not flight.end.query():
+            self._watch(flight)
+            time.sleep(WATCH_S)
+
+    def _watch(self, flight: InFlight) -> None:
+        """Gives up the CPU rows of the oldest plan once no job of it was done for too long."""
         exchange = self._stages.exchange
         if not flight.last_epochs or exchange is None:
-            flight.end.synchronize()
             return
-        seen: dict[int, int] = {}
-        since = time.monotonic()
-        while not flight.end.query():
-            done = {channel: exchange.done_epoch(channel) for channel in flight.last_epochs}
-            now = time.monotonic()
-            if done != seen or not flight.begin.query():
-                seen, since = done, now
-            if now - since > exchange.timeout_s or not self._keep_waiting():
-                exchange.give_up(flight.last_epochs)
-                flight.end.synchronize()
-                return
-            time.sleep(WATCH_S)
+        done = {channel: exchange.done_epoch(channel) for channel in flight.last_epochs}
+        now = time.monotonic()
+        if done != flight.seen or not flight.begin.query():
+            flight.seen, flight.since = done, now
+        elif now - flight.since > exchange.timeout_s or not self._keep_waiting():
+            exchange.give_up(flight.last_epochs)
 
     def _outcome(self, flight: InFlight) -> Outcome:
         plan, n_rows = flight.plan, len(flight.plan.slots)

@@ -57,8 +57,8 @@ def publish_kernel(first_epoch, published, layer):
 def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
     """Until ``done`` or ``abort`` reaches the epoch; not done: the channel is void.
 
-    ``limit_ns`` is a backstop behind the host's watchdog, which stores ``abort``: no wait on the
-    device is without an end.
+    A void channel waits no more. ``limit_ns`` is a backstop behind the host's watchdog, which
+    stores ``abort``: no wait on the device is without an end.
     """
     first = tl.load(first_epoch)
     if first != 0:
@@ -66,7 +66,7 @@ def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
         begin = _now_ns(epoch)
         now = begin
         reached = _load_acquire(done)
-        given_up = _load_acquire(abort)
+        given_up = tl.where(tl.load(voided) != 0, epoch, _load_acquire(abort))
         while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
             reached = _load_acquire(done)
             given_up = _load_acquire(abort)

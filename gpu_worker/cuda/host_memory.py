@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30  # registered at a time, so that a refusal says how far it came
-_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class MappedSegment:
@@ -32,7 +31,7 @@ class MappedSegment:
         for at in range(0, segment.size, CHUNK_BYTES):
             size = min(CHUNK_BYTES, segment.size - at)
             error = int(runtime.cudaHostRegister(segment.address + at, size, 0))
-            if error not in (0, _ALREADY_REGISTERED):
+            if error != 0:
                 self.close()
                 raise DeviceError(
                     f"cudaHostRegister of {size} bytes at {at} of {segment.size}: error {error}"

@@ -15,13 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
+from gpu_worker.cuda.skinny import linear
 
 import neo_native as native
 from gpu_worker.cuda import elementwise
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan import CpuChunk, HostPlan
-from gpu_worker.cuda.skinny import linear
 from gpu_worker.cuda.stages import GREEDY_BLOCK
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.ops.rope import rope_table
