@@ -192,7 +192,7 @@ def test_calls_out_of_order_are_refused() -> None:
         with pytest.raises(nn.NativeError, match="end_plan without begin_plan"):
             exchange.end_plan()
         begin(r, exchange, [50])
-        with pytest.raises(nn.NativeError, match="begin_plan before end_plan"):
+        with pytest.raises(nn.NativeError, match="begins before end_plan"):
             begin(r, exchange, [50])
         with pytest.raises(nn.NativeError, match="wait without a published job"):
             exchange.wait(0, 0.0)

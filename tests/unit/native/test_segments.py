@@ -93,7 +93,7 @@ def test_a_second_instance_of_one_id_is_refused_and_harms_nothing(segs: sg.Segme
         (8, "layout hash is 0x.*this build has 0x"),
         (16, "its header says"),
         (24, "segment kind is"),
-        (36, "version is 0x.*this build has 0x1"),
+        (36, "version is 0x.*this build has 0x2"),
     ],
 )
 def test_a_segment_of_another_build_is_refused_with_both_values(
