@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from neo_server.errors import (
 )
 from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.gpu_client import GpuLink
+from neo_server.latencies import Latencies
 from neo_server.metrics import Metrics, Throughput
 from neo_server.request import (
     Finish,
@@ -51,15 +53,18 @@ class Engine:
         make_blocks: Callable[[int], BlockManager],
         max_waiting: int,
         on_void: Callable[[], None] = lambda: None,  # the cpu workers left a plan's rows undone
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.throughput = Throughput()
+        self.latencies = Latencies()
         self.accepting = True
         self._gpu = gpu
         self._make_blocks = make_blocks
         self._max_waiting = max(max_waiting, 1)  # between its arrival and its first plan one waits
         self._on_void = on_void
+        self._clock = clock
         self._crashes = 0  # of gpu workers, since the last result
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[int, Request] = {}
@@ -92,6 +97,8 @@ class Engine:
             if step is None:
                 break
             self._in_flight.append((step, asyncio.ensure_future(self._gpu.execute(step))))
+            admitted = [self._by_sequence[seq.id] for seq in self.scheduler.admitted]
+            self.latencies.note_planned(admitted, self._clock())
         step, future = self._in_flight.popleft()
         try:
             result = await future
@@ -101,6 +108,7 @@ class Engine:
             self._crashes = 0
             if RowStatus.VOIDED in result.statuses:
                 self._on_void()
+            self.latencies.note_stages(result.times)
             self._publish(self.scheduler.update(step, result))
 
     def submit(
@@ -125,7 +133,7 @@ class Engine:
         stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
         request = Request(
             *(request_id, sequence, stop, self.tokenizer.detokenizer(), stops),
-            stream or OutputStream(),
+            *(stream or OutputStream(), self._clock()),
         )
         self._requests[request_id] = request
         self._by_sequence[sequence.id] = request
@@ -159,11 +167,13 @@ class Engine:
         """Forgets what the warm-up counted."""
         self.scheduler.metrics = Metrics()
         self.throughput = Throughput()
+        self.latencies = Latencies()
 
     def _publish(self, sampled: list[tuple[Sequence, int]]) -> None:
         self.throughput.add(len(sampled))
-        for sequence, token in sampled:
-            request = self._by_sequence[sequence.id]
+        requests = [self._by_sequence[sequence.id] for sequence, _ in sampled]
+        self.latencies.note_tokens(requests, self._clock())
+        for request, (_, token) in zip(requests, sampled, strict=True):
             request.accept(token)
             if request.finish is not None:
                 self._forget(request)
@@ -172,6 +182,7 @@ class Engine:
         del self._requests[request.request_id]
         del self._by_sequence[request.sequence.id]
         self.scheduler.finish(request.sequence)
+        self.latencies.note_end(request, self._clock())
         if not self._requests:
             self._idle.set()
 

@@ -52,7 +52,9 @@ class Scheduler:
         self.cost = cost
         self.modes = modes
         self.metrics = Metrics()
-        self.waiting: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # by arrival
+        self.num_waiting_tokens = 0
+        self.admitted: list[Sequence] = []  # by the latest ``schedule``
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
         self._max_swaps = max_swaps
@@ -78,8 +80,9 @@ class Scheduler:
         return min(self.config.max_model_len, capacity)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a new sequence."""
+        """Queues a sequence that holds no cache."""
         insort(self.waiting, seq, key=_BY_ARRIVAL)
+        self.num_waiting_tokens += len(seq.tokens)
 
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
@@ -88,6 +91,7 @@ class Scheduler:
         self._learn_lengths(seq)
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+            self.num_waiting_tokens -= len(seq.tokens)
         else:
             del self.running[seq.id]
         self._drop(seq, State.FINISHED)
@@ -103,6 +107,7 @@ class Scheduler:
 
         Raises ``PlanError`` where the policy is wrong.
         """
+        self.admitted.clear()
         self.cost.refresh()
         view, slots = self._view()
         plan = self._checked_plan(view)
@@ -156,7 +161,7 @@ class Scheduler:
             seq.last_plan = seq.moved_plan = 0
             self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
-            insort(self.waiting, seq, key=_BY_ARRIVAL)
+            self.add(seq)
         self.running.clear()
         self.in_flight = 0
         self._expected.clear()
@@ -263,6 +268,8 @@ class Scheduler:
     def _admit(self, seq_id: int, batches: list[Rows]) -> None:
         at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
         seq = self.waiting.pop(at)
+        self.num_waiting_tokens -= len(seq.tokens)
+        self.admitted.append(seq)
         self.blocks.open_slot(seq)
         kind = next(int(b.kind[b.seq == seq_id][0]) for b in batches if seq_id in b.seq)
         seq.state, seq.place = State.RUNNING, Place.of(kind)
@@ -280,7 +287,7 @@ class Scheduler:
             self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
             self.metrics.num_preemptions += 1
-            insort(self.waiting, seq, key=_BY_ARRIVAL)
+            self.add(seq)
 
     def _roll_back(self, seq: Sequence, start: int) -> None:
         """A row was void: it is planned again, and whatever builds on it in flight is void too."""
@@ -295,8 +302,10 @@ class Scheduler:
                 seq = self.running[seq_id]
                 if kind is SwapKind.OUT:
                     self.blocks.swap_out(seq)
+                    self.metrics.num_swap_out_tokens += seq.num_computed
                 else:
                     self.blocks.swap_in(seq, self._plan_id)
+                    self.metrics.num_swap_in_tokens += seq.num_computed
                 seq.last_plan = seq.moved_plan = self._plan_id
                 seq.skipped = seq.ride = 0
                 self._columns.put(seq)
