@@ -51,9 +51,10 @@ class Engine:
         gpu: GpuLink,
         tokenizer: AnyTokenizer,
         make_blocks: Callable[[int], BlockManager],
-        max_waiting: int,
+        max_num_queued_reqs: int,
         on_void: Callable[[], None] = lambda: None,  # the cpu workers left a plan's rows undone
         clock: Callable[[], float] = time.monotonic,
+        max_num_queued_tokens: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -62,7 +63,9 @@ class Engine:
         self.accepting = True
         self._gpu = gpu
         self._make_blocks = make_blocks
-        self._max_waiting = max(max_waiting, 1)  # between its arrival and its first plan one waits
+        # Between its arrival and its first plan a request waits, so one always may.
+        self._max_num_queued_reqs = max(max_num_queued_reqs, 1)
+        self._max_num_queued_tokens = max_num_queued_tokens
         self._on_void = on_void
         self._clock = clock
         self._crashes = 0  # of gpu workers, since the last result
@@ -124,10 +127,7 @@ class Engine:
             raise ShuttingDownError("the server is shutting down")
         if request_id in self._requests:
             raise DuplicateRequestError(f"request_id {request_id!r} is in use")
-        if len(self.scheduler.waiting) >= self._max_waiting:
-            raise OverloadedError(
-                f"{len(self.scheduler.waiting)} requests wait; the limit is {self._max_waiting}"
-            )
+        self._check_queue(len(prompt))
         sequence = Sequence(next(self._ids), array("i", prompt), len(prompt), sampling)
         sequence.max_len = len(prompt) + stop.max_tokens
         stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
@@ -141,6 +141,20 @@ class Engine:
         self._idle.clear()
         self._work.set()
         return request.stream
+
+    def _check_queue(self, num_prompt: int) -> None:
+        """Refuses a request that would wait beyond a limit; an empty queue takes any."""
+        waiting, tokens = len(self.scheduler.waiting), self.scheduler.num_waiting_tokens
+        if waiting >= self._max_num_queued_reqs:
+            raise OverloadedError(
+                f"{waiting} requests wait; max_num_queued_reqs is {self._max_num_queued_reqs}"
+            )
+        limit = self._max_num_queued_tokens
+        if limit is not None and waiting and tokens + num_prompt > limit:
+            raise OverloadedError(
+                f"{tokens} tokens wait, the prompt has {num_prompt}; "
+                f"max_num_queued_tokens is {limit}"
+            )
 
     def request(self, request_id: str) -> Request | None:
         """A request that is being served."""

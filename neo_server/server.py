@@ -8,13 +8,14 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from neo_server.api_key import ApiKeyInterceptor
 from neo_server.block_manager import BlockManager
 from neo_server.chat_template import ChatTemplate
 from neo_server.control_service import ControlService
@@ -51,6 +52,13 @@ _MORE_RPCS = 256  # beside requests that wait, run or are being read to their en
 _CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
 
 
+class _Stoppable(Protocol):
+    """A server of either protocol."""
+
+    async def stop(self, grace: float | None) -> None:
+        """Ends it; what runs has ``grace`` seconds."""
+
+
 class Server:
     """Owns every part; ``run`` is its whole life."""
 
@@ -69,7 +77,8 @@ class Server:
         self.address = ""
         self.control_address = ""
         self._health = HealthServicer()
-        self._servers: list[grpc.aio.Server] = []
+        self.http_address = ""
+        self._servers: list[_Stoppable] = []
         self._engine_task: asyncio.Task[None] | None = None
         self._is_ready = False
         self._health_tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +96,10 @@ class Server:
             self.address = await self._listen(
                 self._public_server(state), self.options.host, self.options.port
             )
+            await self._listen_http(state)
             _log.info("listening on %s, control on %s", self.address, self.control_address)
+            if self.http_address:
+                _log.info("HTTP on %s", self.http_address)
             await race(self._serve(state), state.supervisor.failure(), first.wait())
             _log.info("draining: at most %s s", self.options.shutdown_timeout)
             await race(self._drain(state), second.wait())
@@ -179,6 +191,23 @@ class Server:
         self._servers.append(server)
         return f"{bracketed}:{bound}"
 
+    async def _listen_http(self, state: ServerState) -> None:
+        """Where it is asked for: its packages are imported only then."""
+        if self.options.http_port is None:
+            return
+        from neo_server.http.server import HttpServer, make_app
+
+        app = make_app(state, self._prompt_bytes(state))
+        http = HttpServer(app, self.options.http_host or self.options.host, self.options.http_port)
+        self._servers.append(http)
+        self.http_address = http.address
+        await http.start()
+
+    def _prompt_bytes(self, state: ServerState) -> int:
+        """Of the longest prompt: UTF-8 takes up to 4 bytes a character, a token id up to 5."""
+        max_model_len = self.resolved.config.scheduler.max_model_len
+        return max_model_len * max(4 * state.tokenizer.longest_token, 5)
+
     def _control_server(self, state: ServerState) -> grpc.aio.Server:
         server = grpc.aio.server(options=_CONTROL_OPTIONS)
         register = control_pb2_grpc.add_ControlServicer_to_server
@@ -187,14 +216,18 @@ class Server:
 
     def _public_server(self, state: ServerState) -> grpc.aio.Server:
         scheduler = self.resolved.config.scheduler
-        # UTF-8 takes up to 4 bytes a character, a token id up to 5.
-        prompt = scheduler.max_model_len * max(4 * state.tokenizer.longest_token, 5)
+        prompt = self._prompt_bytes(state)
         options = (
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", min(prompt + _MESSAGE_ROOM, (1 << 31) - 1)),
         )
-        rpcs = 2 * (self.options.max_waiting + scheduler.max_num_seqs) + _MORE_RPCS
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=rpcs)
+        rpcs = 2 * (self.options.max_num_queued_reqs + scheduler.max_num_seqs) + _MORE_RPCS
+        key = self.options.api_key
+        server = grpc.aio.server(
+            options=options,
+            maximum_concurrent_rpcs=rpcs,
+            interceptors=[] if key is None else [ApiKeyInterceptor(key)],
+        )
         register = inference_pb2_grpc.add_InferenceServicer_to_server
         register(InferenceService(state), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -209,7 +242,9 @@ class Server:
         self._is_ready = True
         self._gpu_changed(state.gpu.is_ready)
         if self.options.address_file is not None:
-            write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
+            addresses = (self.address, self.control_address, self.http_address)
+            line = " ".join(filter(None, addresses))
+            write_atomically(self.options.address_file, f"{line}\n")
         blocks, limit = engine.scheduler.blocks, engine.scheduler.max_tokens_per_sequence
         _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
         await asyncio.shield(self._engine_task)
@@ -234,8 +269,9 @@ class Server:
             state.gpu,
             state.tokenizer,
             self._make_blocks,
-            self.options.max_waiting,
+            self.options.max_num_queued_reqs,
             pool.note_void,
+            max_num_queued_tokens=self.options.max_num_queued_tokens,
         )
         self._engine_task = asyncio.create_task(engine.run())
         await race(_warm_up(engine), asyncio.shield(self._engine_task))

@@ -244,6 +244,70 @@ def test_a_start_without_a_tokenizer_leaves_no_segments(tiny_model: Path, tmp_pa
     assert list(shm.iterdir()) == []
 
 
+def test_tokens_of_a_text_and_back(server: Process) -> None:
+    text = "the fox é 안녕"
+    ids = server.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids
+    plain = pb.TokenizeRequest(text=text, add_special_tokens=False)
+    assert list(ids) == [1, *server.stub.Tokenize(plain).token_ids]
+    back = pb.DetokenizeRequest(token_ids=ids)
+    assert server.stub.Detokenize(back).text == text
+    back.skip_special_tokens = False
+    assert server.stub.Detokenize(back).text == f"<s>{text}"
+    with pytest.raises(grpc.RpcError) as caught:
+        server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5, 400]))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in caught.value.details() for word in ("400", "vocab_size"))
+
+
+def test_a_deadline_also_ends_a_request_that_waits(tiny_model: Path, tmp_path: Path) -> None:
+    process = Process(tiny_model, tmp_path, "--max-num-seqs", "1")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        os.kill(process.workers[0].pid, signal.SIGSTOP)
+        first = process.stub.Generate(request_of([1], 8, 0), timeout=60.0)
+        next(first)
+        process.until(lambda: process.loads().num_running_reqs == 1)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(process.stub.Generate(request_of([2], 8, 0), timeout=0.5))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        process.until(lambda: process.loads().num_waiting_reqs == 0)
+        assert process.loads().num_running_reqs == 1
+        os.kill(process.workers[0].pid, signal.SIGCONT)
+        assert tokens_of(first) == generate(0, [1], 8)
+        process.until(process.caches_are_empty)
+    finally:
+        process.close()
+
+
+def test_with_an_api_key_only_health_answers_without_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(tiny_model, tmp_path, "--api-key", "sesame")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        process.until(lambda: process.health() == SERVING)
+        for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "sesame"),)):
+            for call in (
+                lambda given: list(process.stub.Generate(request_of([1], 4, 5), metadata=given)),
+                lambda given: process.stub.GetLoads(pb.GetLoadsRequest(), metadata=given),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(metadata)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+                assert "sesame" not in caught.value.details()
+        key = (("authorization", "Bearer sesame"),)
+        stream = process.stub.Generate(request_of([1], 4, 5), metadata=key)
+        assert tokens_of(stream) == generate(5, [1], 4)
+        monkeypatch.setenv("NEO_API_KEY", "sesame")
+        arguments = ["generate", "the fox", "--server", process.address, "--max-tokens", "2"]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert "sesame" not in process.log_path.read_text()
+    finally:
+        process.close()
+
+
 def test_a_second_gpu_worker_is_refused_while_the_first_lives(server: Process) -> None:
     with grpc.insecure_channel(server.control) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
