@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
-from neo_server.api_key import ApiKeyInterceptor
 from neo_server.block_manager import BlockManager
 from neo_server.chat_template import ChatTemplate
-from neo_server.control_service import ControlService
 from neo_server.correction import CorrectedCost
 from neo_server.cost_model import FreeCost
 from neo_server.engine import Engine
@@ -26,30 +23,25 @@ from neo_server.errors import ConfigurationError
 from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
 from neo_server.gpu_client import GpuClient
 from neo_server.launch import Options, Resolved
+from neo_server.listeners import INFERENCE, control_server, listen, prompt_bytes, public_server
 from neo_server.plan import Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
 from neo_server.scheduler import RUNNABLE, Scheduler
-from neo_server.service import InferenceService
 from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
 from neo_server.tasks import first_of, race
 from neo_server.tokenizer import AnyTokenizer, NoTokenizer, Tokenizer
-from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Work = Callable[[ServerState, Engine], Coroutine[Any, Any, T]]
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _PLAN_TIMEOUT_S = {"cuda": 60.0, "cpu": 600.0}  # a CPU prefills a large model's prompt slowly
 _FLUSH_S = 2.0  # for the last messages of drained streams
-_MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
-_MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
-_CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
 
 
 class _Stoppable(Protocol):
@@ -94,7 +86,7 @@ class Server:
             state = await self._open()
             assert state.supervisor is not None
             self.address = await self._listen(
-                self._public_server(state), self.options.host, self.options.port
+                public_server(state, self._health), self.options.host, self.options.port
             )
             await self._listen_http(state)
             _log.info("listening on %s, control on %s", self.address, self.control_address)
@@ -167,7 +159,7 @@ class Server:
         for name in ("", INFERENCE):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         self.control_address = await self._listen(
-            self._control_server(state), self.options.control_host, self.options.control_port
+            control_server(state), self.options.control_host, self.options.control_port
         )
         state.supervisor = Supervisor(
             memory,
@@ -182,14 +174,9 @@ class Server:
         return state
 
     async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
-        bracketed = f"[{host}]" if ":" in host else host
-        try:
-            bound = server.add_insecure_port(f"{bracketed}:{port}")
-        except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen on {bracketed}:{port}: {error}") from error
-        await server.start()
+        address = await listen(server, host, port)
         self._servers.append(server)
-        return f"{bracketed}:{bound}"
+        return address
 
     async def _listen_http(self, state: ServerState) -> None:
         """Where it is asked for: its packages are imported only then."""
@@ -197,43 +184,11 @@ class Server:
             return
         from neo_server.http.server import HttpServer, make_app
 
-        app = make_app(state, self._prompt_bytes(state))
+        app = make_app(state, prompt_bytes(state))
         http = HttpServer(app, self.options.http_host or self.options.host, self.options.http_port)
         self._servers.append(http)
         self.http_address = http.address
         await http.start()
-
-    def _prompt_bytes(self, state: ServerState) -> int:
-        """Of the longest prompt: UTF-8 takes up to 4 bytes a character, a token id up to 5."""
-        max_model_len = self.resolved.config.scheduler.max_model_len
-        return max_model_len * max(4 * state.tokenizer.longest_token, 5)
-
-    def _control_server(self, state: ServerState) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_CONTROL_OPTIONS)
-        register = control_pb2_grpc.add_ControlServicer_to_server
-        register(ControlService(state), server)  # type: ignore[no-untyped-call]
-        return server
-
-    def _public_server(self, state: ServerState) -> grpc.aio.Server:
-        scheduler = self.resolved.config.scheduler
-        prompt = self._prompt_bytes(state)
-        options = (
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", min(prompt + _MESSAGE_ROOM, (1 << 31) - 1)),
-        )
-        rpcs = 2 * (self.options.max_num_queued_reqs + scheduler.max_num_seqs) + _MORE_RPCS
-        key = self.options.api_key
-        server = grpc.aio.server(
-            options=options,
-            maximum_concurrent_rpcs=rpcs,
-            interceptors=[] if key is None else [ApiKeyInterceptor(key)],
-        )
-        register = inference_pb2_grpc.add_InferenceServicer_to_server
-        register(InferenceService(state), server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (INFERENCE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        return server
 
     async def _serve(self, state: ServerState) -> None:
         """Becomes ready, then follows the engine, which ends only by failing."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
@@ -394,6 +397,52 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing(server: Process) -> None
     assert segments_of(instance) == []
     assert not server.address_file.exists()
     assert server.workers[0].wait(20.0) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_http_drains_as_grpc_does(tiny_model: Path, tmp_path: Path, signals: int) -> None:
+    process = Process(tiny_model, tmp_path, "--http-port", "0")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        url = f"http://{process.address_file.read_text().split()[2]}"
+        assert httpx.get(f"{url}/health").status_code == 200
+        os.kill(process.workers[0].pid, signal.SIGSTOP)
+        body = {"prompt": [1, 2], "max_tokens": 50, "seed": 3, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as stream:
+            process.until(lambda: process.loads().num_running_reqs == 1)
+            process.process.send_signal(signal.SIGTERM)
+            process.until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            reply = httpx.post(f"{url}/v1/completions", json=body)
+            assert reply.status_code == 503
+            assert reply.json()["error"]["code"] == "service_unavailable"
+            if signals == 2:
+                process.process.send_signal(signal.SIGTERM)
+                assert process.process.wait(20.0) == 0
+                return
+            os.kill(process.workers[0].pid, signal.SIGCONT)
+            text = "".join(
+                json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                for line in stream.iter_lines()
+                if line.startswith("data: {")
+            )
+        assert text == byte_level().decode(generate(3, [1, 2], 50))
+        assert process.process.wait(20.0) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.close()
+
+
+def test_a_http_port_in_use_is_named(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "neo_server", "serve", str(tiny_model), "--port", "0"]
+        command += ["--control-port", "0", "--http-port", port, "--no-spawn-gpu-worker"]
+        command += ["--kv-offloading-size", "0.002", "--device", "cpu", "--cpu-attn-workers", "0"]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr.splitlines()[-1]
 
 
 def test_a_second_signal_ends_the_drain_at_once(server: Process) -> None:
