@@ -16,18 +16,19 @@ _MAX_STOP_LENGTH = 1024  # characters
 _MAX_STOP_TOKENS = 1024
 
 
-def _require(field: str, value: object, fits: bool, limit: str) -> None:
+def _require(field: str, value: object, fits: bool, limit: str, param: str = "") -> None:
+    """``param``: the field's name where ``field`` is what of it does not fit."""
     if not fits:
-        raise InvalidRequestError(f"{field} is {value}; it must be {limit}")
+        raise InvalidRequestError(f"{field} is {value}; it must be {limit}", param or field)
 
 
-def _require_at_most(field: str, value: int, most: int) -> None:
-    _require(field, value, value <= most, f"<= {most}")
+def _require_at_most(field: str, value: int, most: int, param: str) -> None:
+    _require(field, value, value <= most, f"<= {most}", param)
 
 
 def check_request_id(request_id: str) -> str:
     """The client's id, or a new one."""
-    _require_at_most("length of request_id", len(request_id), _MAX_ID)
+    _require_at_most("length of request_id", len(request_id), _MAX_ID, "request_id")
     return request_id or f"req-{secrets.token_hex(8)}"
 
 
@@ -36,7 +37,8 @@ def check_length(count: int, limit: int, limit_name: str) -> None:
     if count + 1 > limit:
         raise InvalidRequestError(
             f"prompt has {count} tokens; with one output token it must fit in {limit_name}, "
-            f"{limit} tokens"
+            f"{limit} tokens",
+            "prompt",
         )
 
 
@@ -45,23 +47,24 @@ def check_text(text: str, limit: int, limit_name: str, longest_token: int) -> No
     most = limit * longest_token
     if len(text) > most:
         raise InvalidRequestError(
-            f"text has {len(text)} characters; {limit_name}, {limit} tokens, holds at most {most}"
+            f"text has {len(text)} characters; {limit_name}, {limit} tokens, holds at most {most}",
+            "prompt",
         )
 
 
 def check_prompt(ids: list[int], vocab_size: int, limit: int, limit_name: str) -> None:
     """Refuses an empty prompt, unknown tokens, and what leaves no room for an output token."""
     if not ids:
-        raise InvalidRequestError("prompt has 0 tokens; it must have at least 1")
+        raise InvalidRequestError("prompt has 0 tokens; it must have at least 1", "prompt")
     check_length(len(ids), limit, limit_name)
-    _require("prompt token id", max(ids), max(ids) < vocab_size, f"below vocab_size, {vocab_size}")
+    below = f"below vocab_size, {vocab_size}"
+    _require("prompt token id", max(ids), max(ids) < vocab_size, below, "prompt")
 
 
 def check_stop_strings(stop: tuple[str, ...], has_tokenizer: bool) -> None:
     """Refuses stop strings where outputs have no text."""
-    _require(
-        "number of stop strings", len(stop), has_tokenizer or not stop, "0 without a tokenizer"
-    )
+    fits = has_tokenizer or not stop
+    _require("number of stop strings", len(stop), fits, "0 without a tokenizer", "stop")
 
 
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
@@ -91,14 +94,16 @@ def stop_of(message: pb.StopConditions, room: int, model: ModelConfig) -> StopCo
         _require("min_tokens", message.min_tokens, message.min_tokens <= max_tokens, most)
     else:
         max_tokens = room
-    _require_at_most("number of stop strings", len(message.stop), _MAX_STOPS)
-    _require("stop string", "empty", all(message.stop), "at least one character")
+    _require_at_most("number of stop strings", len(message.stop), _MAX_STOPS, "stop")
+    _require("stop string", "empty", all(message.stop), "at least one character", "stop")
     longest = max(map(len, message.stop), default=0)
-    _require_at_most("length of a stop string", longest, _MAX_STOP_LENGTH)
-    _require_at_most("number of stop_token_ids", len(message.stop_token_ids), _MAX_STOP_TOKENS)
+    _require_at_most("length of a stop string", longest, _MAX_STOP_LENGTH, "stop")
+    count = len(message.stop_token_ids)
+    _require_at_most("number of stop_token_ids", count, _MAX_STOP_TOKENS, "stop_token_ids")
     for token in message.stop_token_ids:
         fits = token < model.vocab_size
-        _require("stop_token_ids entry", token, fits, f"below vocab_size, {model.vocab_size}")
+        below = f"below vocab_size, {model.vocab_size}"
+        _require("stop_token_ids entry", token, fits, below, "stop_token_ids")
     eos = () if message.ignore_eos else model.eos_token_ids
     return StopConditions(
         max_tokens=min(max_tokens, room),

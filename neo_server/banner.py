@@ -67,8 +67,14 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
 
 
 def _ports(options: Options) -> list[tuple[str, str, str]]:
+    http = (
+        ("http port", "none", "--http-port opens one")
+        if options.http_port is None
+        else ("http port", f"{options.http_host or options.host}:{options.http_port}", "")
+    )
     return [
         ("port", f"{options.host}:{options.port}", "0: chosen by the system, see the log"),
+        http,
         ("control port", f"{options.control_host}:{options.control_port}", "for workers"),
     ]
 

@@ -53,8 +53,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except TemplateError as error:
-            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+        except (TemplateError, TypeError) as error:  # a template may add what is no text
+            raise ValueError(f"the chat template refuses them: {error}") from error
 
 
 def _raise(message: str) -> NoReturn:

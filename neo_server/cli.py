@@ -65,6 +65,9 @@ def generate(
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
     ignore_eos: bool = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="NEO_API_KEY", help="The server's, where it has one.")
+    ] = None,
 ) -> None:
     """Streams completions of one or more prompts to the terminal."""
     from neo_server.client import Sampling, run_client
@@ -82,7 +85,7 @@ def generate(
     )
     texts = [sys.stdin.read() if text == "-" else text for text in prompt]
     try:
-        run_client(server, texts, sampling, model if chat else None, chat=chat)
+        run_client(server, texts, sampling, model if chat else None, chat=chat, api_key=api_key)
     except (grpc.RpcError, ConfigurationError, ValueError) as error:
         _fail(error)
 

@@ -47,29 +47,36 @@ class Sampling:
 
 
 def run_client(
-    server: str, prompts: Sequence[str], sampling: Sampling, model: Path | None, *, chat: bool
+    server: str,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    model: Path | None,
+    *,
+    chat: bool,
+    api_key: str | None = None,
 ) -> None:
     """Streams each prompt's completion to stdout, one after the other."""
     if chat and model is None:
         raise ConfigurationError("--chat needs --model DIR: the template is applied by the client")
     with grpc.insecure_channel(server) as channel:
         stub = rpc.InferenceStub(channel)
+        metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         for prompt in prompts:
             request = sampling.request()
             if model is None:
                 request.text = prompt
             else:
                 request.token_ids.ids.extend(chat_tokens(model, prompt))
-            for message in stub.Generate(request):
+            for message in stub.Generate(request, metadata=metadata):
                 sys.stdout.write(message.delta.text)
                 sys.stdout.flush()
             sys.stdout.write("\n")
 
 
 def chat_tokens(model: Path, user: str) -> list[int]:
-    """One user turn in the model's template. The template writes special tokens itself."""
+    """One user turn in the model's template."""
     template = ChatTemplate.from_pretrained(model)
     if template is None:
         raise ConfigurationError(f"{model} has no chat template")
     text = template.render([{"role": "user", "content": user}])
-    return Tokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
+    return Tokenizer.from_pretrained(model).encode_chat(text)

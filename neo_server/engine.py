@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from neo_server.errors import (
 )
 from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.gpu_client import GpuLink
+from neo_server.latencies import Latencies
 from neo_server.metrics import Metrics, Throughput
 from neo_server.request import (
     Finish,
@@ -49,17 +51,23 @@ class Engine:
         gpu: GpuLink,
         tokenizer: AnyTokenizer,
         make_blocks: Callable[[int], BlockManager],
-        max_waiting: int,
+        max_num_queued_reqs: int,
         on_void: Callable[[], None] = lambda: None,  # the cpu workers left a plan's rows undone
+        clock: Callable[[], float] = time.monotonic,
+        max_num_queued_tokens: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.throughput = Throughput()
+        self.latencies = Latencies()
         self.accepting = True
         self._gpu = gpu
         self._make_blocks = make_blocks
-        self._max_waiting = max(max_waiting, 1)  # between its arrival and its first plan one waits
+        # Between its arrival and its first plan a request waits, so one always may.
+        self._max_num_queued_reqs = max(max_num_queued_reqs, 1)
+        self._max_num_queued_tokens = max_num_queued_tokens
         self._on_void = on_void
+        self._clock = clock
         self._crashes = 0  # of gpu workers, since the last result
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[int, Request] = {}
@@ -92,6 +100,8 @@ class Engine:
             if step is None:
                 break
             self._in_flight.append((step, asyncio.ensure_future(self._gpu.execute(step))))
+            admitted = [self._by_sequence[seq.id] for seq in self.scheduler.admitted]
+            self.latencies.note_planned(admitted, self._clock())
         step, future = self._in_flight.popleft()
         try:
             result = await future
@@ -101,6 +111,7 @@ class Engine:
             self._crashes = 0
             if RowStatus.VOIDED in result.statuses:
                 self._on_void()
+            self.latencies.note_stages(result.times)
             self._publish(self.scheduler.update(step, result))
 
     def submit(
@@ -116,16 +127,13 @@ class Engine:
             raise ShuttingDownError("the server is shutting down")
         if request_id in self._requests:
             raise DuplicateRequestError(f"request_id {request_id!r} is in use")
-        if len(self.scheduler.waiting) >= self._max_waiting:
-            raise OverloadedError(
-                f"{len(self.scheduler.waiting)} requests wait; the limit is {self._max_waiting}"
-            )
+        self._check_queue(len(prompt))
         sequence = Sequence(next(self._ids), array("i", prompt), len(prompt), sampling)
         sequence.max_len = len(prompt) + stop.max_tokens
         stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
         request = Request(
             *(request_id, sequence, stop, self.tokenizer.detokenizer(), stops),
-            stream or OutputStream(),
+            *(stream or OutputStream(), self._clock()),
         )
         self._requests[request_id] = request
         self._by_sequence[sequence.id] = request
@@ -133,6 +141,20 @@ class Engine:
         self._idle.clear()
         self._work.set()
         return request.stream
+
+    def _check_queue(self, num_prompt: int) -> None:
+        """Refuses a request that would wait beyond a limit; an empty queue takes any."""
+        waiting, tokens = len(self.scheduler.waiting), self.scheduler.num_waiting_tokens
+        if waiting >= self._max_num_queued_reqs:
+            raise OverloadedError(
+                f"{waiting} requests wait; max_num_queued_reqs is {self._max_num_queued_reqs}"
+            )
+        limit = self._max_num_queued_tokens
+        if limit is not None and waiting and tokens + num_prompt > limit:
+            raise OverloadedError(
+                f"{tokens} tokens wait, the prompt has {num_prompt}; "
+                f"max_num_queued_tokens is {limit}"
+            )
 
     def request(self, request_id: str) -> Request | None:
         """A request that is being served."""
@@ -159,11 +181,13 @@ class Engine:
         """Forgets what the warm-up counted."""
         self.scheduler.metrics = Metrics()
         self.throughput = Throughput()
+        self.latencies = Latencies()
 
     def _publish(self, sampled: list[tuple[Sequence, int]]) -> None:
         self.throughput.add(len(sampled))
-        for sequence, token in sampled:
-            request = self._by_sequence[sequence.id]
+        requests = [self._by_sequence[sequence.id] for sequence, _ in sampled]
+        self.latencies.note_tokens(requests, self._clock())
+        for request, (_, token) in zip(requests, sampled, strict=True):
             request.accept(token)
             if request.finish is not None:
                 self._forget(request)
@@ -172,6 +196,7 @@ class Engine:
         del self._requests[request.request_id]
         del self._by_sequence[request.sequence.id]
         self.scheduler.finish(request.sequence)
+        self.latencies.note_end(request, self._clock())
         if not self._requests:
             self._idle.set()
 

@@ -4,6 +4,8 @@
 
     NeoError                      INTERNAL
     ├── InvalidRequestError       INVALID_ARGUMENT     names the field, the value and the limit
+    ├── UnauthenticatedError      UNAUTHENTICATED      the api key is missing or another
+    ├── UnknownModelError         NOT_FOUND            another model is served
     ├── DuplicateRequestError     ALREADY_EXISTS       the request id is in use
     ├── OverloadedError           RESOURCE_EXHAUSTED   the waiting queue is full
     ├── UnavailableError          UNAVAILABLE
@@ -32,6 +34,23 @@ class InvalidRequestError(NeoError):
     """The request can never be served; the message names field, value and limit."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        """``param``: the field's name, for protocols that have a place for it."""
+        super().__init__(message)
+        self.param = param
+
+
+class UnauthenticatedError(NeoError):
+    """The api key is missing, or is not the server's."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class UnknownModelError(NeoError):
+    """The request names another model than the one that is served."""
+
+    code = grpc.StatusCode.NOT_FOUND
 
 
 class DuplicateRequestError(NeoError):

@@ -119,13 +119,19 @@ def _check_flags(options: Options) -> None:
         ("cpu_attn_workers", options.cpu_attn_workers, 0, _MAX_WORKERS),
         ("cpu_attn_threads", options.cpu_attn_threads, 1, _MAX_THREADS),
         ("reserved_cores", options.reserved_cores, 0, math.inf),
-        ("max_waiting", options.max_waiting, 0, math.inf),
+        ("max_num_queued_reqs", options.max_num_queued_reqs, 0, math.inf),
+        ("max_num_queued_tokens", options.max_num_queued_tokens, 0, math.inf),
+        ("http_port", options.http_port, 0, 65535),
         ("shutdown_timeout", options.shutdown_timeout, 0, math.inf),
         ("plan_timeout", options.plan_timeout, 0, math.inf),
     ):
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+    if options.api_key is not None and not (options.api_key and options.api_key.isascii()):
+        raise ConfigurationError(
+            "--api-key is empty or not ASCII; it must be at least one character"
+        )
     if options.shm_dir is not None and not options.shm_dir.is_dir():
         raise ConfigurationError(f"--shm-dir is {options.shm_dir}; there is no such directory")
     if options.address_file is not None:

@@ -25,6 +25,8 @@ class Metrics:
     num_preemptions: int = 0
     num_swap_outs: int = 0
     num_swap_ins: int = 0
+    num_swap_out_tokens: int = 0  # whose K and V the swaps moved
+    num_swap_in_tokens: int = 0
     num_output_tokens: int = 0
     num_voided_rows: int = 0
     num_wasted_rows: int = 0  # of sequences that had finished or were preempted meanwhile

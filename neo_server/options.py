@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,10 +39,15 @@ class Options:
     ]
     host: str = "127.0.0.1"
     port: Annotated[int, Option(help="0: any free port.")] = 50051
+    http_port: Annotated[
+        int | None, Option(help="Of the OpenAI API; 0: any free port. Default: no HTTP.")
+    ] = None
+    http_host: Annotated[str | None, Option(help="Default: --host.")] = None
     control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
     control_port: Annotated[int, Option(help="0: any free port.")] = DEFAULT_CONTROL_PORT
     address_file: Annotated[
-        Path | None, Option(help="Gets 'HOST:PORT CONTROL_HOST:PORT' when ready.")
+        Path | None,
+        Option(help="Gets 'HOST:PORT CONTROL_HOST:PORT [HTTP_HOST:PORT]' when ready."),
     ] = None
     served_model_name: str | None = None
     max_model_len: Annotated[int | None, Option(help="Tokens.")] = None
@@ -108,7 +113,19 @@ class Options:
             "waiting for cpu workers are added. Default: 60; on the CPU 600."
         ),
     ] = None
-    max_waiting: Annotated[int, Option(help="Requests that may wait; more are refused.")] = 4096
+    max_num_queued_reqs: Annotated[
+        int, Option(help="Requests that may wait; more are refused.")
+    ] = 4096
+    max_num_queued_tokens: Annotated[
+        int | None, Option(help="Tokens of waiting requests; more are refused. Default: no limit.")
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Option(
+            envvar="NEO_API_KEY",
+            help="What clients have to send: 'authorization: Bearer KEY', over gRPC and HTTP.",
+        ),
+    ] = field(default=None, repr=False)
     spawn_gpu_worker: Annotated[
         bool, Option(help="--no-...: `neo gpu-worker` is started by hand.")
     ] = True

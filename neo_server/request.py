@@ -173,6 +173,9 @@ class Request:
     detokenizer: Detokenizer
     stop_strings: StopStrings
     stream: OutputStream
+    arrived_at: float = 0.0  # by the engine's clock, as those below
+    planned_at: float | None = None  # the first plan that names it
+    token_at: float | None = None  # the latest token
     finish: Finish | None = None
 
     def accept(self, token: int) -> None:

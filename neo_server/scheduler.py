@@ -54,7 +54,9 @@ class Scheduler:
         self.cost = cost
         self.modes = modes
         self.metrics = Metrics()
-        self.waiting: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # by arrival
+        self.num_waiting_tokens = 0
+        self.admitted: list[Sequence] = []  # by the latest ``schedule``
         self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
         self._clock = clock
@@ -84,7 +86,12 @@ class Scheduler:
         seq.arrived_s = self._clock()
         if self._awaited is not None:
             self._awaited.add(seq)
+        self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        """A sequence that holds no cache waits in its place by arrival."""
         insort(self.waiting, seq, key=_BY_ARRIVAL)
+        self.num_waiting_tokens += len(seq.tokens)
 
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
@@ -93,6 +100,7 @@ class Scheduler:
         self._recent.finished(seq)
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+            self.num_waiting_tokens -= len(seq.tokens)
         else:
             del self.running[seq.id]
         self._drop(seq, State.FINISHED)
@@ -102,6 +110,7 @@ class Scheduler:
 
         Raises ``PlanError`` where the policy is wrong.
         """
+        self.admitted.clear()
         self.cost.refresh()
         view, slots = self._view()
         plan = self._checked_plan(view)
@@ -155,7 +164,7 @@ class Scheduler:
             seq.last_plan = seq.moved_plan = 0
             self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
-            insort(self.waiting, seq, key=_BY_ARRIVAL)
+            self._queue(seq)
         self.running.clear()
         self.in_flight = 0
         self._expected.clear()
@@ -263,6 +272,8 @@ class Scheduler:
     def _admit(self, seq_id: int, batches: list[Rows]) -> None:
         at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
         seq = self.waiting.pop(at)
+        self.num_waiting_tokens -= len(seq.tokens)
+        self.admitted.append(seq)
         self.blocks.open_slot(seq)
         kind = next(int(b.kind[b.seq == seq_id][0]) for b in batches if seq_id in b.seq)
         seq.state, seq.place = State.RUNNING, Place.of(kind)
@@ -280,7 +291,7 @@ class Scheduler:
             self._drop(seq, State.WAITING)
             seq.num_preemptions += 1
             self.metrics.num_preemptions += 1
-            insort(self.waiting, seq, key=_BY_ARRIVAL)
+            self._queue(seq)
 
     def _roll_back(self, seq: Sequence, start: int) -> None:
         """A row was void: it is planned again, and whatever builds on it in flight is void too."""
@@ -295,8 +306,10 @@ class Scheduler:
                 seq = self.running[seq_id]
                 if kind is SwapKind.OUT:
                     self.blocks.swap_out(seq)
+                    self.metrics.num_swap_out_tokens += seq.num_computed
                 else:
                     self.blocks.swap_in(seq, self._plan_id)
+                    self.metrics.num_swap_in_tokens += seq.num_computed
                 seq.last_plan = seq.moved_plan = self._plan_id
                 seq.skipped = seq.ride = 0
                 self._columns.put(seq)

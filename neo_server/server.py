@@ -8,16 +8,14 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from neo_server.block_manager import BlockManager
 from neo_server.chat_template import ChatTemplate
-from neo_server.control_service import ControlService
 from neo_server.correction import CorrectedCost
 from neo_server.cost_model import FreeCost
 from neo_server.engine import Engine
@@ -25,30 +23,32 @@ from neo_server.errors import ConfigurationError
 from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
 from neo_server.gpu_client import GpuClient
 from neo_server.launch import Options, Resolved
+from neo_server.listeners import INFERENCE, control_server, listen, prompt_bytes, public_server
 from neo_server.plan import Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
 from neo_server.scheduler import RUNNABLE, Scheduler
-from neo_server.service import InferenceService
 from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
 from neo_server.tasks import first_of, race
 from neo_server.tokenizer import AnyTokenizer, NoTokenizer, Tokenizer
-from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Work = Callable[[ServerState, Engine], Coroutine[Any, Any, T]]
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _PLAN_TIMEOUT_S = {"cuda": 60.0, "cpu": 600.0}  # a CPU prefills a large model's prompt slowly
 _FLUSH_S = 2.0  # for the last messages of drained streams
-_MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
-_MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
-_CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
+
+
+class _Stoppable(Protocol):
+    """A server of either protocol."""
+
+    async def stop(self, grace: float | None) -> None:
+        """Ends it; what runs has ``grace`` seconds."""
 
 
 class Server:
@@ -69,7 +69,8 @@ class Server:
         self.address = ""
         self.control_address = ""
         self._health = HealthServicer()
-        self._servers: list[grpc.aio.Server] = []
+        self.http_address = ""
+        self._servers: list[_Stoppable] = []
         self._engine_task: asyncio.Task[None] | None = None
         self._is_ready = False
         self._health_tasks: set[asyncio.Task[None]] = set()
@@ -85,9 +86,12 @@ class Server:
             state = await self._open()
             assert state.supervisor is not None
             self.address = await self._listen(
-                self._public_server(state), self.options.host, self.options.port
+                public_server(state, self._health), self.options.host, self.options.port
             )
+            await self._listen_http(state)
             _log.info("listening on %s, control on %s", self.address, self.control_address)
+            if self.http_address:
+                _log.info("HTTP on %s", self.http_address)
             await race(self._serve(state), state.supervisor.failure(), first.wait())
             _log.info("draining: at most %s s", self.options.shutdown_timeout)
             await race(self._drain(state), second.wait())
@@ -155,7 +159,7 @@ class Server:
         for name in ("", INFERENCE):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         self.control_address = await self._listen(
-            self._control_server(state), self.options.control_host, self.options.control_port
+            control_server(state), self.options.control_host, self.options.control_port
         )
         state.supervisor = Supervisor(
             memory,
@@ -170,37 +174,21 @@ class Server:
         return state
 
     async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
-        bracketed = f"[{host}]" if ":" in host else host
-        try:
-            bound = server.add_insecure_port(f"{bracketed}:{port}")
-        except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen on {bracketed}:{port}: {error}") from error
-        await server.start()
+        address = await listen(server, host, port)
         self._servers.append(server)
-        return f"{bracketed}:{bound}"
+        return address
 
-    def _control_server(self, state: ServerState) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_CONTROL_OPTIONS)
-        register = control_pb2_grpc.add_ControlServicer_to_server
-        register(ControlService(state), server)  # type: ignore[no-untyped-call]
-        return server
+    async def _listen_http(self, state: ServerState) -> None:
+        """Where it is asked for: its packages are imported only then."""
+        if self.options.http_port is None:
+            return
+        from neo_server.http.server import HttpServer, make_app
 
-    def _public_server(self, state: ServerState) -> grpc.aio.Server:
-        scheduler = self.resolved.config.scheduler
-        # UTF-8 takes up to 4 bytes a character, a token id up to 5.
-        prompt = scheduler.max_model_len * max(4 * state.tokenizer.longest_token, 5)
-        options = (
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", min(prompt + _MESSAGE_ROOM, (1 << 31) - 1)),
-        )
-        rpcs = 2 * (self.options.max_waiting + scheduler.max_num_seqs) + _MORE_RPCS
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=rpcs)
-        register = inference_pb2_grpc.add_InferenceServicer_to_server
-        register(InferenceService(state), server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (INFERENCE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        return server
+        app = make_app(state, prompt_bytes(state))
+        http = HttpServer(app, self.options.http_host or self.options.host, self.options.http_port)
+        self._servers.append(http)
+        self.http_address = http.address
+        await http.start()
 
     async def _serve(self, state: ServerState) -> None:
         """Becomes ready, then follows the engine, which ends only by failing."""
@@ -209,7 +197,9 @@ class Server:
         self._is_ready = True
         self._gpu_changed(state.gpu.is_ready)
         if self.options.address_file is not None:
-            write_atomically(self.options.address_file, f"{self.address} {self.control_address}\n")
+            addresses = (self.address, self.control_address, self.http_address)
+            line = " ".join(filter(None, addresses))
+            write_atomically(self.options.address_file, f"{line}\n")
         blocks, limit = engine.scheduler.blocks, engine.scheduler.max_tokens_per_sequence
         _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
         await asyncio.shield(self._engine_task)
@@ -234,8 +224,9 @@ class Server:
             state.gpu,
             state.tokenizer,
             self._make_blocks,
-            self.options.max_waiting,
+            self.options.max_num_queued_reqs,
             pool.note_void,
+            max_num_queued_tokens=self.options.max_num_queued_tokens,
         )
         self._engine_task = asyncio.create_task(engine.run())
         await race(_warm_up(engine), asyncio.shield(self._engine_task))

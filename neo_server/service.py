@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, NoReturn
 
 import grpc
 
 from neo_server import __version__
-from neo_server.admission import (
-    check_length,
-    check_prompt,
-    check_request_id,
-    check_stop_strings,
-    check_text,
-    sampling_of,
-    stop_of,
-)
-from neo_server.engine import Engine
-from neo_server.errors import InvalidRequestError, NeoError, to_status
-from neo_server.plan import Place
+from neo_server.errors import NeoError, to_status
+from neo_server.frontend import Frontend
 from neo_server.request import Finish, OutputStream, Request
 from neo_server.state import ServerState
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_LONG_TEXT = 4096  # characters; from there on tokenising leaves the event loop
 
 
 class InferenceService(rpc.InferenceServicer):
@@ -35,12 +23,12 @@ class InferenceService(rpc.InferenceServicer):
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._frontend = Frontend(state)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Streams one request. However the call ends, both caches are freed."""
         try:
-            engine = self._state.serving_engine()
-            served = await self._submit(engine, request)
+            served = await self._frontend.submit(request)
         except NeoError as error:
             await _refuse(context, error)
         try:
@@ -48,54 +36,33 @@ class InferenceService(rpc.InferenceServicer):
         except NeoError as error:
             await _refuse(context, error)
         finally:
-            if engine.request(served.request_id) is served:
-                engine.abort(served.request_id)
-
-    async def _submit(self, engine: Engine, message: pb.GenerateRequest) -> Request:
-        request_id = check_request_id(message.request_id)
-        model = self._state.resolved.model
-        limit, limit_name = self._limit(engine)
-        ids = await self._prompt(message, limit, limit_name)
-        check_prompt(ids, model.vocab_size, limit, limit_name)
-        sampling = sampling_of(message.sampling_params)
-        stop = stop_of(message.stop_conditions, limit - len(ids), model)
-        check_stop_strings(stop.stop, self._state.resolved.has_tokenizer)
-        engine.submit(request_id, ids, sampling, stop)
-        served = engine.request(request_id)
-        assert served is not None
-        return served
-
-    async def _prompt(self, message: pb.GenerateRequest, limit: int, limit_name: str) -> list[int]:
-        kind = message.WhichOneof("prompt")
-        if kind == "token_ids":
-            check_length(len(message.token_ids.ids), limit, limit_name)
-            return list(message.token_ids.ids)
-        if kind is None:
-            raise InvalidRequestError("prompt is unset; it must be text or token_ids")
-        check_text(message.text, limit, limit_name, self._state.tokenizer.longest_token)
-        encode = self._state.tokenizer.encode
-        if len(message.text) >= _LONG_TEXT:
-            return await asyncio.to_thread(encode, message.text)
-        return encode(message.text)
-
-    def _limit(self, engine: Engine) -> tuple[int, str]:
-        """Tokens that prompt and output may have together, and what limits them."""
-        limit = engine.scheduler.max_tokens_per_sequence
-        if limit == self._state.resolved.config.scheduler.max_model_len:
-            return limit, "max_model_len"
-        blocks = engine.scheduler.blocks
-        places = engine.scheduler.policy.places
-        sizes = [
-            f"{blocks.blocks.total} GPU blocks of {blocks.block_size}" * (Place.GPU in places),
-            f"{blocks.pages.total} CPU pages of {blocks.page_size}" * (Place.CPU in places),
-        ]
-        return limit, f"the cache ({' or '.join(filter(None, sizes))} tokens)"
+            self._frontend.release(served)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Idempotent."""
         if self._state.engine is not None:
             self._state.engine.abort(request.request_id)
         return pb.AbortResponse()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """As the prompt of a request would be, unless without special tokens."""
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        try:
+            ids = await self._frontend.encode(request.text, add_special_tokens=special)
+        except NeoError as error:
+            await _refuse(context, error)
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        """The text of the whole."""
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        try:
+            text = self._frontend.decode(list(request.token_ids), skip_special_tokens=skip)
+        except NeoError as error:
+            await _refuse(context, error)
+        return pb.DetokenizeResponse(text=text)
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context

@@ -28,11 +28,17 @@ class ServerState:
     supervisor: Supervisor | None = None
     engine: Engine | None = None
     started: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))  # by the clock on the wall
 
     @property
     def model_name(self) -> str:
         """What clients call the model."""
         return self.options.served_model_name or self.options.model
+
+    @property
+    def is_serving(self) -> bool:
+        """As health says: warmed up, with a gpu worker, not draining."""
+        return self.engine is not None and self.engine.accepting and self.gpu.is_ready
 
     def serving_engine(self) -> Engine:
         """The engine, or ``NotReadyError``."""

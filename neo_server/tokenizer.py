@@ -31,6 +31,15 @@ class Tokenizer:
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self.longest_token = max(map(len, rust.get_vocab()), default=1)  # characters
+        self._prefix = self._special_prefix()
+
+    def _special_prefix(self) -> list[int]:
+        """What the post-processor puts before a text: a BOS, or nothing."""
+        plain = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a")
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at]
 
     @staticmethod
     def from_pretrained(path: str | Path) -> Tokenizer:
@@ -50,9 +59,17 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the whole, without special tokens."""
-        text: str = self._rust.decode(list(ids), skip_special_tokens=True)
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a rendered chat template, which writes its special tokens itself.
+
+        Where the tokenizer begins texts with a BOS and the template has written none, one is added.
+        """
+        ids = self.encode(text, add_special_tokens=False)
+        return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the whole."""
+        text: str = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self) -> Detokenizer:
@@ -76,7 +93,17 @@ class NoTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises ``InvalidRequestError``."""
-        raise InvalidRequestError("prompt is text; without a tokenizer it must be token_ids")
+        raise InvalidRequestError(
+            "prompt is text; without a tokenizer it must be token_ids", "prompt"
+        )
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Raises ``InvalidRequestError``."""
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Raises ``InvalidRequestError``."""
+        raise InvalidRequestError("there is no tokenizer: tokens have no text", "tokens")
 
     def detokenizer(self) -> Detokenizer:
         """One that finds no text."""

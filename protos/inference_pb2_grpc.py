@@ -44,6 +44,16 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/neo.v1.Inference/Tokenize',
+                request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/neo.v1.Inference/Detokenize',
+                request_serializer=protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/neo.v1.Inference/GetServerInfo',
                 request_serializer=protos_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
@@ -78,6 +88,19 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Token ids of a text, as the prompt of a request would have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -108,6 +131,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -179,6 +212,60 @@ class Inference:
             '/neo.v1.Inference/Abort',
             protos_dot_inference__pb2.AbortRequest.SerializeToString,
             protos_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/neo.v1.Inference/Tokenize',
+            protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/neo.v1.Inference/Detokenize',
+            protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,10 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 # What is for clients of a server.
-_PUBLIC = ("host", "port", "address_file", "served_model_name", "max_waiting", "shutdown_timeout")
+_PUBLIC = (
+    *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout"),
+)
 _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 
 

@@ -72,7 +72,8 @@ def run(options: Options, flags: ThroughputFlags, console: Console) -> None:
 def run_policy(options: Options, flags: ThroughputFlags, console: Console) -> dict[str, Any]:
     """Starts the workers, runs the requests and ends the workers; returns the figures."""
     prompts = _prompts(options, flags)
-    options = replace(options, max_waiting=max(options.max_waiting, len(prompts)))
+    limit = max(options.max_num_queued_reqs, len(prompts))
+    options = replace(options, max_num_queued_reqs=limit)
     resolved = resolve(options)
     print_banner(console, options, resolved, offline=True)
 

@@ -69,6 +69,7 @@ class RunningServer:
                 command, stdout=log, stderr=log, env=environment, cwd=REPO
             )
         self._workers: list[subprocess.Popen[bytes]] = []
+        self.http_address = ""  # with --http-port
         try:
             self.address, self.control_address = self._wait_until_serving()
         except BaseException:
@@ -84,7 +85,8 @@ class RunningServer:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server exit {self.process.returncode}:\n{self.log()}")
             if self.address_file.exists():
-                address, control = self.address_file.read_text().split()
+                address, control, *http = self.address_file.read_text().split()
+                self.http_address = "".join(http)
                 if self.health(address) == health_pb2.HealthCheckResponse.SERVING:
                     return address, control
             time.sleep(0.05)

@@ -40,7 +40,8 @@ def test_bench_takes_the_flags_of_the_engine_and_none_for_clients(command: str) 
     (found,) = (c for c in bench_app.registered_commands if command == c.callback.__name__)
     flags = inspect.signature(found.callback).parameters
     engine = {field.name for field in fields(Options)} - {
-        *("host", "port", "address_file", "served_model_name", "max_waiting", "shutdown_timeout")
+        *("host", "port", "http_host", "http_port", "address_file", "served_model_name"),
+        *("api_key", "max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout"),
     }
     assert engine <= set(flags)
     assert not {"host", "port", "address_file"} & set(flags)

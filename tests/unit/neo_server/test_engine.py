@@ -29,9 +29,13 @@ TOKENIZER = TOKENIZERS["byte level"]
 
 
 @contextlib.asynccontextmanager
-async def engine_on(simulation: Simulation, max_waiting: int = 100) -> AsyncIterator[Engine]:
+async def engine_on(
+    simulation: Simulation, max_num_queued_reqs: int = 100, max_num_queued_tokens: int | None = None
+) -> AsyncIterator[Engine]:
     engine = Engine(
-        simulation.scheduler, simulation, TOKENIZER, simulation.make_blocks, max_waiting
+        *(simulation.scheduler, simulation, TOKENIZER, simulation.make_blocks),
+        max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
     )
     task = asyncio.create_task(engine.run())
     try:
@@ -203,11 +207,23 @@ async def test_plans_whose_rows_were_voided_are_told(void_rate: float) -> None:
 
 
 async def test_with_no_room_to_wait_a_request_that_finds_nobody_waiting_is_served() -> None:
-    async with engine_on(Simulation(Sizes()), max_waiting=0) as engine:
+    async with engine_on(Simulation(Sizes()), max_num_queued_reqs=0) as engine:
         first = submit(engine, 1, [1])
         with pytest.raises(OverloadedError):
             submit(engine, 2, [1])
         assert list((await read(first)).token_ids) == generate(1, [1], 8)
+
+
+async def test_tokens_that_wait_are_limited_and_an_empty_queue_takes_any_request() -> None:
+    async with engine_on(Simulation(Sizes()), max_num_queued_tokens=4) as engine:
+        first = submit(engine, 1, [1, 2, 3, 4, 5])
+        with pytest.raises(OverloadedError, match="the prompt has 1; max_num_queued_tokens is 4"):
+            submit(engine, 2, [1])
+        assert list((await read(first)).token_ids) == generate(1, [1, 2, 3, 4, 5], 8)
+        second, third = submit(engine, 3, [1, 2]), submit(engine, 4, [1, 2])
+        with pytest.raises(OverloadedError):
+            submit(engine, 5, [1])
+        assert len((await read(second)).token_ids) == len((await read(third)).token_ids) == 8
 
 
 async def test_a_slow_reader_gets_few_large_outputs() -> None:
@@ -222,12 +238,12 @@ async def test_a_slow_reader_gets_few_large_outputs() -> None:
 
 
 async def test_an_id_in_use_a_full_queue_and_a_draining_server_refuse() -> None:
-    async with engine_on(Simulation(Sizes()), max_waiting=2) as engine:
+    async with engine_on(Simulation(Sizes()), max_num_queued_reqs=2) as engine:
         first = submit(engine, 1, [1], "same")
         with pytest.raises(DuplicateRequestError, match="same"):
             submit(engine, 2, [1], "same")
         second = submit(engine, 3, [1])
-        with pytest.raises(OverloadedError, match="limit is 2"):
+        with pytest.raises(OverloadedError, match="max_num_queued_reqs is 2"):
             submit(engine, 4, [1])
         draining = asyncio.create_task(engine.drain(60.0))
         await asyncio.sleep(0)

@@ -112,7 +112,10 @@ def test_settings_that_contradict_each_other_are_refused(
         ({"cpu_attn_threads": 513}, ["--cpu-attn-threads", "513", "512"]),
         ({"cpu_attn_threads": 0}, ["--cpu-attn-threads", "0", "1"]),
         ({"reserved_cores": -1}, ["--reserved-cores", "-1"]),
-        ({"max_waiting": -1}, ["--max-waiting", "-1"]),
+        ({"max_num_queued_reqs": -1}, ["--max-num-queued-reqs", "-1"]),
+        ({"max_num_queued_tokens": -1}, ["--max-num-queued-tokens", "-1"]),
+        ({"http_port": 70000}, ["--http-port", "70000", "65535"]),
+        ({"api_key": ""}, ["--api-key", "empty"]),
         ({"plan_timeout": math.nan}, ["--plan-timeout", "nan"]),
     ],
 )

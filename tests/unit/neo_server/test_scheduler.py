@@ -72,6 +72,7 @@ def serve(  # noqa: C901
             outputs.setdefault(seq.id, []).append(token)
             if len(outputs[seq.id]) == wanted[seq.id][1]:
                 scheduler.finish(alive.pop(seq.id))
+        assert scheduler.num_waiting_tokens == sum(len(seq.tokens) for seq in scheduler.waiting)
         iterations += 1
         assert iterations < 20_000, "no end"
     for step in in_flight:  # wasted rows

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
@@ -244,6 +247,70 @@ def test_a_start_without_a_tokenizer_leaves_no_segments(tiny_model: Path, tmp_pa
     assert list(shm.iterdir()) == []
 
 
+def test_tokens_of_a_text_and_back(server: Process) -> None:
+    text = "the fox é 안녕"
+    ids = server.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids
+    plain = pb.TokenizeRequest(text=text, add_special_tokens=False)
+    assert list(ids) == [1, *server.stub.Tokenize(plain).token_ids]
+    back = pb.DetokenizeRequest(token_ids=ids)
+    assert server.stub.Detokenize(back).text == text
+    back.skip_special_tokens = False
+    assert server.stub.Detokenize(back).text == f"<s>{text}"
+    with pytest.raises(grpc.RpcError) as caught:
+        server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5, 400]))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in caught.value.details() for word in ("400", "vocab_size"))
+
+
+def test_a_deadline_also_ends_a_request_that_waits(tiny_model: Path, tmp_path: Path) -> None:
+    process = Process(tiny_model, tmp_path, "--max-num-seqs", "1")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        os.kill(process.workers[0].pid, signal.SIGSTOP)
+        first = process.stub.Generate(request_of([1], 8, 0), timeout=60.0)
+        next(first)
+        process.until(lambda: process.loads().num_running_reqs == 1)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(process.stub.Generate(request_of([2], 8, 0), timeout=0.5))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        process.until(lambda: process.loads().num_waiting_reqs == 0)
+        assert process.loads().num_running_reqs == 1
+        os.kill(process.workers[0].pid, signal.SIGCONT)
+        assert tokens_of(first) == generate(0, [1], 8)
+        process.until(process.caches_are_empty)
+    finally:
+        process.close()
+
+
+def test_with_an_api_key_only_health_answers_without_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(tiny_model, tmp_path, "--api-key", "sesame")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        process.until(lambda: process.health() == SERVING)
+        for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "sesame"),)):
+            for call in (
+                lambda given: list(process.stub.Generate(request_of([1], 4, 5), metadata=given)),
+                lambda given: process.stub.GetLoads(pb.GetLoadsRequest(), metadata=given),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(metadata)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+                assert "sesame" not in caught.value.details()
+        key = (("authorization", "Bearer sesame"),)
+        stream = process.stub.Generate(request_of([1], 4, 5), metadata=key)
+        assert tokens_of(stream) == generate(5, [1], 4)
+        monkeypatch.setenv("NEO_API_KEY", "sesame")
+        arguments = ["generate", "the fox", "--server", process.address, "--max-tokens", "2"]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert "sesame" not in process.log_path.read_text()
+    finally:
+        process.close()
+
+
 def test_a_second_gpu_worker_is_refused_while_the_first_lives(server: Process) -> None:
     with grpc.insecure_channel(server.control) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
@@ -330,6 +397,52 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing(server: Process) -> None
     assert segments_of(instance) == []
     assert not server.address_file.exists()
     assert server.workers[0].wait(20.0) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_http_drains_as_grpc_does(tiny_model: Path, tmp_path: Path, signals: int) -> None:
+    process = Process(tiny_model, tmp_path, "--http-port", "0")
+    try:
+        process.worker()
+        process.until(process.address_file.exists)
+        url = f"http://{process.address_file.read_text().split()[2]}"
+        assert httpx.get(f"{url}/health").status_code == 200
+        os.kill(process.workers[0].pid, signal.SIGSTOP)
+        body = {"prompt": [1, 2], "max_tokens": 50, "seed": 3, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as stream:
+            process.until(lambda: process.loads().num_running_reqs == 1)
+            process.process.send_signal(signal.SIGTERM)
+            process.until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            reply = httpx.post(f"{url}/v1/completions", json=body)
+            assert reply.status_code == 503
+            assert reply.json()["error"]["code"] == "service_unavailable"
+            if signals == 2:
+                process.process.send_signal(signal.SIGTERM)
+                assert process.process.wait(20.0) == 0
+                return
+            os.kill(process.workers[0].pid, signal.SIGCONT)
+            text = "".join(
+                json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                for line in stream.iter_lines()
+                if line.startswith("data: {")
+            )
+        assert text == byte_level().decode(generate(3, [1, 2], 50))
+        assert process.process.wait(20.0) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.close()
+
+
+def test_a_http_port_in_use_is_named(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "neo_server", "serve", str(tiny_model), "--port", "0"]
+        command += ["--control-port", "0", "--http-port", port, "--no-spawn-gpu-worker"]
+        command += ["--kv-offloading-size", "0.002", "--device", "cpu", "--cpu-attn-workers", "0"]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr.splitlines()[-1]
 
 
 def test_a_second_signal_ends_the_drain_at_once(server: Process) -> None:

@@ -72,6 +72,15 @@ def byte_fallback() -> Tokenizer:
 TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
 
 
+def test_a_chat_prompt_begins_with_one_bos_whoever_writes_it() -> None:
+    with_bos, without = TOKENIZERS["byte level"], TOKENIZERS["byte fallback"]
+    assert with_bos.encode("the fox")[0] == 1
+    expected = [1, *with_bos.encode("the fox", add_special_tokens=False)]
+    assert with_bos.encode_chat("the fox") == with_bos.encode_chat("<s>the fox") == expected
+    assert 1 not in without.encode_chat("the he")
+    assert without.encode_chat("<s>the he").count(1) == 1
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 async def test_the_event_loop_turns_while_a_long_text_is_tokenised(name: str) -> None:
     text = "the quick fox " * 40_000

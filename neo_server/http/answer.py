@@ -1,0 +1,92 @@
+"""From outputs to an HTTP answer: one JSON body, or server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from neo_server.errors import NeoError
+from neo_server.http.choices import Choices
+from neo_server.http.errors import form_of
+from neo_server.http.forms import CompletionForm, usage_of
+from neo_server.request import Finish
+from neo_server.tasks import race
+
+_GONE = 499  # nobody reads it: the client closed the connection
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. A client that goes away ends its requests, wherever they are."""
+
+    def __init__(self, events: AsyncIterator[str], choices: Choices) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``StreamingResponse``; the events may never have been asked for."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._choices.release()
+
+
+def stream(choices: Choices, form: CompletionForm, *, include_usage: bool) -> EventStream:
+    """Chunks as they come; then ``[DONE]``."""
+    return EventStream(_events(choices, form, include_usage), choices)
+
+
+async def whole(request: Request, choices: Choices, form: CompletionForm) -> Response:
+    """The answer when all choices have ended; they end early when the client goes away."""
+    texts: list[list[str]] = [[] for _ in choices.served]
+    finishes: dict[int, Finish] = {}
+
+    async def collect() -> None:
+        async for index, output in choices.outputs():
+            texts[index].append(output.text)
+            if output.finish is not None:
+                finishes[index] = output.finish
+
+    try:
+        await race(collect(), _disconnected(request))
+    finally:
+        choices.release()
+    if len(finishes) < len(texts):
+        return Response(status_code=_GONE)
+    found = [form.choice(i, "".join(text), finishes[i]) for i, text in enumerate(texts)]
+    return JSONResponse(form.answer(found, usage_of(choices.served)))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(
+    choices: Choices, form: CompletionForm, include_usage: bool
+) -> AsyncIterator[str]:
+    """An error in mid-stream is an event of its own, since the status is sent already."""
+    more: dict[str, Any] = {"usage": None} if include_usage else {}
+    openings = [form.opening(index) for index in range(len(choices.served))]
+    for opening in filter(None, openings):
+        yield _event(form.part([opening]) | more)
+    try:
+        async for index, output in choices.outputs():
+            if output.text or output.finish is not None:
+                delta = form.delta(index, output.text, output.finish)
+                yield _event(form.part([delta]) | more)
+        if include_usage:
+            yield _event(form.part([]) | {"usage": usage_of(choices.served)})
+    except NeoError as error:
+        yield _event(form_of(error)[1])
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,57 @@
+"""The engine's requests behind one HTTP request, and their outputs as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from neo_server.frontend import Frontend
+from neo_server.request import Output, Request
+from protos import inference_pb2 as pb
+
+
+class Choices:
+    """By index. Whoever has one calls ``release``, however the answer ends."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.served: list[Request] = []
+        self._frontend = frontend
+
+    @staticmethod
+    async def submit(frontend: Frontend, messages: Sequence[pb.GenerateRequest]) -> Choices:
+        """All of them, or none: raises ``NeoError``."""
+        choices = Choices(frontend)
+        try:
+            for message in messages:
+                choices.served.append(await frontend.submit(message))
+        except BaseException:
+            choices.release()
+            raise
+        return choices
+
+    def release(self) -> None:
+        """What still runs ends, and its cache is freed."""
+        for served in self.served:
+            self._frontend.release(served)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """Of all choices until each has ended. A slow reader gets fewer, larger ones."""
+        if len(self.served) == 1:
+            output = None
+            while output is None or output.finish is None:
+                output = await self.served[0].stream.next()
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(one.stream.next()): i for i, one in enumerate(self.served)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index, output = waiting.pop(task), task.result()
+                    yield index, output
+                    if output.finish is None:
+                        waiting[asyncio.ensure_future(self.served[index].stream.next())] = index
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
