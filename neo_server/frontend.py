@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from neo_server.admission import (
     check_length,
@@ -21,7 +22,8 @@ from neo_server.request import Request
 from neo_server.state import ServerState
 from protos import inference_pb2 as pb
 
-_LONG_TEXT = 4096  # characters; from there on tokenising leaves the event loop
+T = TypeVar("T")
+_LONG = 4096  # characters or tokens; from there on the tokenizer works beside the event loop
 
 
 class Frontend:
@@ -59,7 +61,7 @@ class Frontend:
         """Token ids of a text of any length."""
         tokenizer = self._state.tokenizer
         return await _call(
-            text, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def encode_chat(self, text: str) -> list[int]:
@@ -69,9 +71,9 @@ class Frontend:
         """
         engine, tokenizer = self._state.serving_engine(), self._state.tokenizer
         check_text(text, *_limit(self._state, engine), tokenizer.longest_token)
-        return await _call(text, lambda: tokenizer.encode_chat(text))
+        return await _call(len(text), lambda: tokenizer.encode_chat(text))
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    async def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises ``InvalidRequestError`` for unknown ones."""
         vocab_size = self._state.resolved.model.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -79,7 +81,10 @@ class Frontend:
             raise InvalidRequestError(
                 f"token id is {wrong}; it must be below vocab_size, {vocab_size}", "tokens"
             )
-        return self._state.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        tokenizer = self._state.tokenizer
+        return await _call(
+            len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
 
     async def _prompt(self, message: pb.GenerateRequest, limit: int, limit_name: str) -> list[int]:
         kind = message.WhichOneof("prompt")
@@ -92,8 +97,8 @@ class Frontend:
         return await self.encode(message.text)
 
 
-async def _call(text: str, encode: Callable[[], list[int]]) -> list[int]:
-    return await asyncio.to_thread(encode) if len(text) >= _LONG_TEXT else encode()
+async def _call(length: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if length >= _LONG else work()
 
 
 def _limit(state: ServerState, engine: Engine) -> tuple[int, str]:

@@ -128,6 +128,10 @@ def _check_flags(options: Options) -> None:
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+    if options.http_host is not None and options.http_port is None:
+        raise ConfigurationError(
+            f"--http-host is {options.http_host}; without --http-port there is no HTTP"
+        )
     if options.api_key is not None and not (options.api_key and options.api_key.isascii()):
         raise ConfigurationError(
             "--api-key is empty or not ASCII; it must be at least one character"

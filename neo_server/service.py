@@ -59,7 +59,7 @@ class InferenceService(rpc.InferenceServicer):
         """The text of the whole."""
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
-            text = self._frontend.decode(list(request.token_ids), skip_special_tokens=skip)
+            text = await self._frontend.decode(list(request.token_ids), skip_special_tokens=skip)
         except NeoError as error:
             await _refuse(context, error)
         return pb.DetokenizeResponse(text=text)

@@ -16,6 +16,7 @@ from neo_server.errors import ConfigurationError, InvalidRequestError
 
 # One text at a time gains nothing from a thread pool of the size of the machine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_MANY_TOKENS = 1024
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -68,8 +69,12 @@ class Tokenizer:
         return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the whole."""
-        text: str = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of the whole. As for ``encode``, other threads run meanwhile if it is long."""
+        text: str
+        if len(ids) < _MANY_TOKENS:  # where the batch's own cost would show
+            text = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self) -> Detokenizer:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import uvloop
 from grpc_health.v1._async import HealthServicer
 
 from neo_native import RowStatus, slot_params_dtype
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client is None:
-        asyncio.run(measure(arguments))
+        uvloop.run(measure(arguments))  # as the server does
         return
     client = grpc_client if arguments.client == "grpc" else http_client
     print(asyncio.run(client(arguments.address, arguments.streams, arguments.tokens)))

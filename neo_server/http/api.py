@@ -113,7 +113,7 @@ class Api:
     async def detokenize(self, body: DetokenizeBody) -> dict[str, str]:
         """The text of token ids, special ones included."""
         self._check_model(body.model)
-        return {"prompt": self._frontend.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await self._frontend.decode(body.tokens, skip_special_tokens=False)}
 
     async def _render(self, body: Conversation) -> list[int]:
         template = self._state.chat_template

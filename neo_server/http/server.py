@@ -106,4 +106,4 @@ class HttpServer:
             return
         self._server.config.timeout_graceful_shutdown = grace or _LEAST_GRACE_S  # type: ignore[assignment]
         self._server.should_exit = True
-        await self._task
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -115,6 +115,7 @@ def test_settings_that_contradict_each_other_are_refused(
         ({"max_num_queued_reqs": -1}, ["--max-num-queued-reqs", "-1"]),
         ({"max_num_queued_tokens": -1}, ["--max-num-queued-tokens", "-1"]),
         ({"http_port": 70000}, ["--http-port", "70000", "65535"]),
+        ({"http_host": "::1"}, ["--http-host", "::1", "--http-port"]),
         ({"api_key": ""}, ["--api-key", "empty"]),
         ({"plan_timeout": math.nan}, ["--plan-timeout", "nan"]),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 from itertools import pairwise
@@ -79,6 +80,22 @@ def test_a_chat_prompt_begins_with_one_bos_whoever_writes_it() -> None:
     assert with_bos.encode_chat("the fox") == with_bos.encode_chat("<s>the fox") == expected
     assert 1 not in without.encode_chat("the he")
     assert without.encode_chat("<s>the he").count(1) == 1
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+async def test_the_event_loop_turns_while_many_tokens_are_detokenised(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    part = tokenizer.encode("<s>the quick fox ")
+    for skip in (True, False):
+        decode = functools.partial(tokenizer.decode, part * 20_000, skip_special_tokens=skip)
+        work = asyncio.create_task(asyncio.to_thread(decode))
+        turns = 0
+        while not work.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 50
+        assert (await work).count("<s>") == (0 if skip else 20_000 * part.count(1))
+        assert (await work).count("quick fox") == 20_000
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -138,6 +138,14 @@ BAD = [
     (CHAT, {"messages": HELLO, "logprobs": True}, "logprobs", ["True"]),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["function"]),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", []),
+    ("/v1/completions", {"prompt": "x" * 5_000_000}, "prompt", ["5000000", "max_model_len"]),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x" * 5_000_000}]},
+        "prompt",
+        ["max_model_len"],
+    ),
+    ("/v1/completions", {"prompt": "a", "n": "x" * 5_000_000}, "n", ["xxx"]),
     ("/tokenize", {"prompt": 5}, None, []),
     ("/tokenize", {"prompt": "\ud800"}, None, []),
     ("/v1/completions", PROMPT | {"\ud800": 1}, None, []),
@@ -198,6 +206,11 @@ async def test_a_long_body_in_parts_is_cut_off(rig: Rig) -> None:
 
     reply = await rig.client.post("/v1/completions", content=parts())
     assert reply.status_code == 413
+
+
+async def test_the_routes_describe_themselves(rig: Rig) -> None:
+    paths = (await rig.client.get("/openapi.json")).json()["paths"]
+    assert {"/v1/completions", CHAT, "/v1/models", "/health", "/metrics"} <= set(paths)
 
 
 async def test_other_paths_and_methods_have_openais_form_too(rig: Rig) -> None:

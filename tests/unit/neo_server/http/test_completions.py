@@ -94,6 +94,17 @@ async def test_several_prompts_give_a_choice_each(rig: Rig, stream: bool) -> Non
     await rig.until_free()
 
 
+async def test_many_streams_at_once_each_get_their_own_text(rig: Rig) -> None:
+    async def one(seed: int) -> str:
+        body = {"prompt": [seed, 7], "max_tokens": 20, "seed": seed, "stream": True}
+        events = events_of((await post(rig, "/v1/completions", **body)).text)
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    texts = await asyncio.gather(*(one(seed) for seed in range(60)))
+    assert texts == [text_of(seed, [seed, 7], 20) for seed in range(60)]
+    await rig.until_free()
+
+
 async def test_of_several_prompts_a_refused_one_ends_the_others(rig: Rig) -> None:
     rig.simulation.gate.clear()
     reply = await post(rig, "/v1/completions", prompt=[[1, 2], [3] * 100], max_tokens=4)
