@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
-from gpu_worker.cuda.skinny import linear
 
 import neo_native as native
 from gpu_worker.cuda import elementwise
@@ -179,22 +178,6 @@ def test_the_linear_stage(dtype: DType, tokens: int) -> None:
     assert_close(c.residual[:tokens], x, TOLERANCE[r.dtype])
     wanted = norm(x, w.layers[1].input_norm) @ w.layers[1].qkv.double().t()
     assert_close(c.qkv[:tokens], wanted, TOLERANCE[r.dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33])
-@pytest.mark.parametrize(("outputs", "width"), [(64, 256), (96, 512), (16384, 256), (100, 80)])
-def test_matrix_products_of_few_tokens(
-    tokens: int, outputs: int, width: int, dtype: torch.dtype
-) -> None:
-    random = torch.Generator(device=DEVICE).manual_seed(tokens)
-    x, weight = (
-        torch.randn(n, width, generator=random, device=DEVICE).to(dtype) for n in (tokens, outputs)
-    )
-    out = torch.full((tokens + 1, outputs), 7.0, dtype=dtype, device=DEVICE)
-    linear(x, weight, out[:tokens])
-    assert_close(out[:tokens], x.double() @ weight.double().t(), TOLERANCE[dtype])
-    assert (out[tokens] == 7.0).all()
 
 
 def test_a_continuing_row_is_embedded_from_the_token_sampled_last() -> None:
