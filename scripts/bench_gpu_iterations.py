@@ -2,7 +2,7 @@
 
 Decode and prefill beside their rooflines, on random weights of a real model's shapes.
 
-    python scripts/bench_gpu_iterations.py --shape llama-3.1-8b --rows 1 32 128 --context 1024
+    python scripts/bench_gpu_iterations.py --shape Llama-3.1-8B --rows 1 32 128 --context 1024
 """
 
 from __future__ import annotations
@@ -23,36 +23,30 @@ import torch
 import neo_native as native
 from gpu_worker import ops
 from gpu_worker.backends import Parts, make_backend
-from gpu_worker.cuda.events import Event
+from gpu_worker.cuda.events import graph_seconds
+from gpu_worker.executor import Outcome
 from gpu_worker.model import LlamaModel
 from gpu_worker.weights import TORCH_DTYPES, dummy_weights
 from neo_native import RowKind
 from neo_native.segments import SegmentSet
+from neo_server.architectures import find, known
+from neo_server.bench.device_rates import measure_rates
 from neo_server.geometry import geometry_fields
 from protos.config import CacheConfig, DType, EngineConfig, SchedulerConfig, WorkerConfig
 from protos.model_config import ModelConfig
 
-SHAPES = {
-    "llama-3.1-8b": (128256, 4096, 14336, 32, 32, 8),
-    "llama-2-7b": (32000, 4096, 11008, 32, 32, 32),
-}
+REPEATS = 10  # of a captured call
+WARM_UP = 4  # iterations before those that are counted
 
 
 def model_folder(shape: str, layers: int | None) -> Path:
-    """A directory with the ``config.json`` of a named shape."""
-    vocab, hidden, inner, depth, heads, kv_heads = SHAPES[shape]
+    """A directory with the ``config.json`` of a named model, of fewer layers where asked."""
+    found = find(shape)
+    if found is None:
+        raise SystemExit(f"--shape is {shape}; known are {', '.join(known())}")
+    fields = json.loads((found / "config.json").read_text(encoding="utf-8"))
+    fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
     folder = Path(tempfile.mkdtemp())
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers or depth,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 16384,
-        "torch_dtype": "bfloat16",
-    }
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return folder
 
@@ -161,55 +155,30 @@ class Bench:
         self, batches: list[list[tuple[int, RowKind, int, int]]], n: int = 20
     ) -> dict[str, float]:
         """Milliseconds per iteration, two plans in flight: on the wall, on the device, waiting."""
-        runner, spans, waits, host = self.backend.runner, [], [], []
+        runner = self.backend.runner
+        outcomes: list[Outcome] = []
+        host: list[float] = []
         begin = 0.0
-        for i in range(n + 4):
-            if i == 4:
+        for i in range(n + WARM_UP):
+            if i == WARM_UP:
+                while runner.pending:
+                    runner.collect()
+                outcomes.clear()
                 begin = time.perf_counter()
             at = time.perf_counter()
             runner.submit(self.backend.reader.read(self.step(batches)))
             host.append(time.perf_counter() - at)
-            if runner.pending == 2 or runner.full:
-                out = runner.collect()
-                spans.append(out.times.elapsed)
-                waits.append(sum(out.times.cpu_wait))
+            if runner.full:
+                outcomes.append(runner.collect())
         while runner.pending:
-            out = runner.collect()
-            spans.append(out.times.elapsed)
+            outcomes.append(runner.collect())
         wall = (time.perf_counter() - begin) / n
+        spans = [outcome.times.elapsed for outcome in outcomes]
+        waits = [sum(outcome.times.cpu_wait) for outcome in outcomes]
         return {
-            "wall_ms": wall * 1e3, "device_ms": median(spans[4:]) * 1e3,
-            "host_ms": median(host[4:]) * 1e3, "cpu_wait_ms": median(waits[4:] or [0]) * 1e3,
+            "wall_ms": wall * 1e3, "device_ms": median(spans) * 1e3,
+            "host_ms": median(host[WARM_UP:]) * 1e3, "cpu_wait_ms": median(waits) * 1e3,
         }  # fmt: skip
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy on the device, read and written."""
-    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    best = 1e9
-    for _ in range(8):
-        begin, end = Event(), Event()
-        begin.record()
-        b.copy_(a)
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e-3)
-    return 2 * a.numel() / best
-
-
-def matrix_rate() -> float:
-    """FLOP/s of a large bf16 product."""
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    best = 1e9
-    for _ in range(8):
-        begin, end = Event(), Event()
-        begin.record()
-        torch.mm(a, a)
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e-3)
-    return 2 * 8192**3 / best
 
 
 def gemm_floor(bench: Bench, tokens: int) -> float:
@@ -230,26 +199,13 @@ def gemm_floor(bench: Bench, tokens: int) -> float:
             torch.mm(y, layer.down.t(), out=down)
         torch.mm(x, w.head.t(), out=outs[2])
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    spent = []
-    for _ in range(10):
-        begin, end = Event(), Event()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        spent.append(begin.elapsed_time(end) * 1e-3)
-    return median(spent)
+    return graph_seconds(run, REPEATS)
 
 
 def main() -> None:
     """Prints one JSON line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--shape", choices=known(), default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=1024)
@@ -265,7 +221,8 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     options = parser.parse_args()
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    rates = measure_rates("cuda", "bfloat16")
+    bandwidth, rate = rates.bytes_per_s, rates.flops
     print(json.dumps({"copy_gb_per_s": bandwidth / 1e9, "matrix_tflops": rate / 1e12}), flush=True)
     bench = Bench(options)
     kv_token = bench.config.kv_bytes_per_token(2)
@@ -273,7 +230,7 @@ def main() -> None:
         plan = [[(i, RowKind.DECODE_GPU, options.context, 1) for i in range(rows)]]
         found = bench.time(plan)
         roof = (bench.weight_bytes + rows * options.context * kv_token) / bandwidth * 1e3
-        found |= {"roof_ms": roof, "ratio": found["wall_ms"] / roof}
+        found |= {"roof_ms": roof, "ratio": found["device_ms"] / roof}
         if options.backend != "torch":
             found["gemms_ms"] = gemm_floor(bench, rows) * 1e3
         print(json.dumps({"decode": rows} | found), flush=True)
@@ -287,7 +244,7 @@ def main() -> None:
             * tokens
             / rate
         )
-        found |= {"roof_ms": roof * 1e3, "share": roof * 1e3 / found["wall_ms"]}
+        found |= {"roof_ms": roof * 1e3, "share": roof * 1e3 / found["device_ms"]}
         print(json.dumps({"prefill": tokens} | found), flush=True)
     for cpu in options.cpu_rows:
         rows = [(i, RowKind.DECODE_GPU, options.context, 1) for i in range(32)]

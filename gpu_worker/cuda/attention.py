@@ -9,6 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _attend(scores, v, top, total, acc):
+    """One step of the online softmax: masked scores [q, n] and values [n, d] join the sums."""
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    p = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return higher, total * shrink + tl.sum(p, axis=1), acc
+
+
+@triton.jit
 def decode_kernel(
     qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
     out, part_o, part_ml, scale,
@@ -47,17 +57,12 @@ def decode_kernel(
             )
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, axis=1))
-            p = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, axis=1)
             v = tl.load(
                 cache + cache_plane + at[:, None] + d[None, :],
                 mask=seen[:, None] & in_dim[None, :],
                 other=0.0,
             )
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            top, total, acc = _attend(scores, v, top, total, acc)
         if SPLITS == 1:
             to = out + token * HEADS * HEAD_DIM + (h * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
             tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_q)
@@ -140,17 +145,12 @@ def prefill_kernel(
             )
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, axis=1))
-            p = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, axis=1)
             v = tl.load(
                 cache + cache_plane + place[:, None] + d[None, :],
                 mask=seen[:, None] & in_dim[None, :],
                 other=0.0,
             )
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            top, total, acc = _attend(scores, v, top, total, acc)
         own = qkv + base * width + HEADS * HEAD_DIM + h * HEAD_DIM
         for at in range(0, tl.minimum(new, first + TILE_Q), TILE):
             n = at + tl.arange(0, TILE)
@@ -162,16 +162,11 @@ def prefill_kernel(
             )
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(seen[None, :] & (n[None, :] <= i[:, None]), scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, axis=1))
-            p = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, axis=1)
             v = tl.load(
                 own + KV_HEADS * HEAD_DIM + n[:, None].to(tl.int64) * width + d[None, :],
                 mask=seen[:, None] & in_dim[None, :],
                 other=0.0,
             )
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            top, total, acc = _attend(scores, v, top, total, acc)
         to = out + ((base + i) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_q)

@@ -45,13 +45,14 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         width = config.q_size + 2 * config.kv_size
+        self._blank = torch.from_numpy(layout.blank).to(device)
         self.channels: list[ChannelBuffers] = []
         for _ in range(CHANNELS if two_batches else 1):
             meta = make(layout.size, dtype=torch.int32)
-            meta[: layout.tables_at] = torch.from_numpy(layout.blank).to(device)  # until a plan's
             residual = make(tokens, config.hidden_size, dtype=torch.float32)
             qkv, attn = make(tokens, width), make(tokens, config.q_size)
             self.channels.append(ChannelBuffers(meta, layout.views(meta), residual, qkv, attn))
+        self.blank()
         self.hidden = make(tokens, config.hidden_size)
         self.delta = make(tokens, config.hidden_size)  # what the next norm adds to the residual
         self.gate_up = make(tokens, 2 * config.intermediate_size)
@@ -66,6 +67,11 @@ class Buffers:
         self.outcome = make(CHANNELS, 2 * rows + 4, dtype=torch.int32)
         self.staging = make(0)  # K and V of one layer of one sequence: see stage_for
         self.rows = rows
+
+    def blank(self) -> None:
+        """Metadata of no rows: until a plan's is there, nothing is stored anywhere."""
+        for channel in self.channels:
+            channel.meta[: len(self._blank)] = self._blank
 
     def stage_for(self, config: ModelConfig, tokens: int) -> None:
         """Room for the earlier chunks of a CPU prefill, one layer at a time."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_worker.cuda.quantize import quantize, scale_of
+
 
 @triton.jit
 def embed_kernel(
@@ -65,13 +67,7 @@ def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def round_even(x):
-    """To the nearest integer, ties to even, for magnitudes below 2 ** 22."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def rope_store_kernel(  # noqa: PLR0915  (one pass over the fused projection)
+def rope_store_kernel(
     qkv, positions, rope, cache, cache_slots, cache_plane,
     pages, page_rows, q_rows, tiles, scales, exchange_q,
     layer, n_pages, tile_stride, scale_stride,
@@ -120,11 +116,8 @@ def rope_store_kernel(  # noqa: PLR0915  (one pass over the fused projection)
             a, b = first.to(tl.float32), second.to(tl.float32)
             if INT8:
                 top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=1)
-                scale = tl.div_rn(top, 127.0)
-                by = tl.where(scale == 0.0, 1.0, scale)[:, None]
-                a, b = round_even(tl.div_rn(a, by + a * 0)), round_even(tl.div_rn(b, by + b * 0))
-                a = tl.minimum(tl.maximum(a, -127.0), 127.0)
-                b = tl.minimum(tl.maximum(b, -127.0), 127.0)
+                scale = scale_of(top)
+                a, b = quantize(a, scale), quantize(b, scale)
                 here = (heads >= HEADS) & (heads < HEADS + 2 * KV_HEADS)
                 tl.store(scales + tile * scale_stride + row, scale, mask=here)
             tl.store(to, a.to(tiles.dtype.element_ty), mask=is_kv)

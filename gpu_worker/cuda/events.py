@@ -1,8 +1,15 @@
-"""CUDA events with types: PyTorch annotates none of these methods."""
+"""CUDA events with types (PyTorch annotates none of these methods), and timing by them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from math import inf
+from statistics import median
+
 import torch
+
+IN_GRAPH = 8  # calls per replay, so that the cost of a replay is spread
 
 
 class Event:
@@ -26,3 +33,24 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds until ``end``; both must be through."""
         return float(self._event.elapsed_time(end._event))
+
+
+def graph_seconds(call: Callable[[], object], repeats: int, stop: float = inf) -> float:
+    """Median seconds of a call within a captured graph; no repeats after ``stop``, perf_counter's."""
+    call()  # loads and compiles what capturing may not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(IN_GRAPH):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    spent: list[float] = []
+    while len(spent) < repeats and (not spent or time.perf_counter() < stop):
+        begin, end = Event(), Event()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spent.append(begin.elapsed_time(end) * 1e-3)
+    return median(spent) / IN_GRAPH

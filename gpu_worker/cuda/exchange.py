@@ -189,8 +189,3 @@ class DeviceExchange:
             TO_CPU=to_cpu,
             INT8=self.is_int8,
         )
-
-    def close(self) -> None:
-        """Unpins the segments."""
-        for segment in self._mapped:
-            segment.close()

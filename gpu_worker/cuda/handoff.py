@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PAIR = tl.constexpr(2)
+from gpu_worker.cuda.quantize import quantize, scale_of
 
 
 @triton.jit
@@ -144,11 +144,8 @@ def copy_pages_kernel(
     if TO_CPU:
         x = tl.load(on_gpu, mask=here, other=0.0).to(tl.float32)
         if INT8:
-            scale = tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0)
-            by = tl.where(scale == 0.0, 1.0, scale)[:, None] + x * 0
-            x = tl.div_rn(x, by)
-            x = (x + 12582912.0) - 12582912.0
-            x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+            scale = scale_of(tl.max(tl.abs(x), axis=1))
+            x = quantize(x, scale)
             tl.store(at_scale, scale, mask=there)
         tl.store(on_cpu, x.to(tiles.dtype.element_ty), mask=here)
     else:

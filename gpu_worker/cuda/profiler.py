@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpu_worker.cuda.buckets import Shape
-from gpu_worker.cuda.events import Event
+from gpu_worker.cuda.events import Event, graph_seconds
 from gpu_worker.cuda.plan import TILE_Q, HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.profiler import POINT_S, REPEATS, Profiler
@@ -20,8 +20,6 @@ from neo_native import SwapKind
 
 if TYPE_CHECKING:
     from neo_native import Exchange
-
-IN_GRAPH = 8  # calls per replay, so that the cost of a replay is spread
 
 
 @dataclass(frozen=True)
@@ -60,34 +58,11 @@ class CudaProfiler(Profiler):
             return median(call() for _ in range(REPEATS))
         if not isinstance(call, Captured):
             return super()._time(call)
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(IN_GRAPH):
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-        spent: list[float] = []
         stop = min(time.perf_counter() + POINT_S, self._deadline)
-        while len(spent) < REPEATS and (not spent or time.perf_counter() < stop):
-            begin, end = Event(), Event()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            spent.append(begin.elapsed_time(end) * 1e-3)
-        return median(spent) / IN_GRAPH
-
-    def _blank(self) -> None:
-        for channel in self._stages.buffers.channels:
-            channel.meta.zero_()
-            channel.fields["cache_slots"].fill_(-1)
-            channel.fields["pages"].fill_(-1)
-            channel.fields["q_rows"].fill_(-1)
+        return graph_seconds(call, REPEATS, stop)
 
     def _linear(self, tokens: int) -> Callable[[], object]:
-        self._blank()
+        self._stages.buffers.blank()
         shape = Shape(0, tokens, 0)
 
         def run() -> None:
@@ -97,21 +72,22 @@ class CudaProfiler(Profiler):
         return Captured(run)
 
     def _head(self, rows: int) -> Callable[[], object]:
-        self._blank()
+        self._stages.buffers.blank()
         shape = Shape(0, rows, 0, sampled=rows)
         return Captured(lambda: self._stages.head(shape))
 
     def _prefill_attn(self, tokens: int) -> Callable[[], object]:
-        self._blank()
+        self._stages.buffers.blank()
         fields = self._stages.buffers.channels[0].fields
         tiles = -(-tokens // TILE_Q)
         fields["tile_firsts"][:tiles] = torch.arange(tiles, device=self._model.device) * TILE_Q
+        fields["tile_rows"][:tiles] = 0
         fields["prefill_news"][0] = tokens
         shape = Shape(0, tokens, 0, tiles=tiles)
         return Captured(lambda: self._stages.attend(shape, 0))
 
     def _gpu_attn(self, rows: int, length: int) -> Callable[[], object]:
-        self._blank()
+        self._stages.buffers.blank()
         size = self._cache.block_size
         fields = self._stages.buffers.channels[0].fields
         columns = -(-length // size)
@@ -125,7 +101,7 @@ class CudaProfiler(Profiler):
 
     def _handoff(self, rows: int) -> Callable[[], object]:
         """Publishing, waiting and collecting around the least attention there is, per layer."""
-        self._blank()
+        self._stages.buffers.blank()
         if self._threads == 0 or self._stages.exchange is None:
             return lambda: None
         channel = self._stages.buffers.channels[0]

@@ -1,0 +1,66 @@
+"""The device's quantiser, in Triton's interpreter, byte for byte against the extension's."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import neo_native as native
+from gpu_worker.geometry_check import WIRE_KV_DTYPES
+from protos.config import DType, KvCacheDType
+from protos.model_config import ModelConfig
+from tests.helpers.engine_rig import PAGE_SIZE, make_geometry, make_segment
+from tests.helpers.tiny_llama import make_checkpoint
+
+triton = pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
+
+from gpu_worker.cuda.handoff import copy_pages_kernel  # noqa: E402  (needs Triton)
+
+TOKENS, LAYER, ROWS = 20, 1, 4
+
+
+def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama3.2")
+    config = ModelConfig.from_pretrained(tmp_path)
+    geometry = make_geometry(config, DType.FLOAT32, kv_dtype=WIRE_KV_DTYPES[KvCacheDType.INT8])
+    sequences_segment = make_segment(native.SegmentKind.SEQUENCES, geometry)
+    sequences = native.Sequences(sequences_segment, geometry)
+    sequences.page_table[0] = np.arange(sequences.page_table.shape[1])
+    heads, dim = config.num_key_value_heads, config.head_dim
+    random = torch.Generator().manual_seed(5)
+    kv = torch.randn(2, TOKENS, heads, dim, generator=random) * 3
+    kv[:, 4] = 0.0
+    kv[0, 5, 0, :3] = torch.tensor([127.0, 0.5, 1.5])  # ties go to even
+    expected = make_segment(native.SegmentKind.CPU_CACHE, geometry)
+    cache = native.CpuCache(expected, sequences, geometry)
+    cache.store_span(LAYER, 0, 0, kv[0].numpy(), kv[1].numpy())
+
+    made = torch.zeros(expected.size, dtype=torch.uint8)
+    at = native.device_layout(geometry)
+    positions = torch.arange(TOKENS, dtype=torch.int32)
+    grid = (triton.cdiv(TOKENS, ROWS), 1, 2 * heads)
+    copy_pages_kernel[grid](
+        kv.unsqueeze(0), kv.numel(), kv.stride(0),
+        made[at["tiles"] :].view(torch.int8),
+        made[at["tiles"] + at["scales"] :].view(torch.float32),
+        positions, positions // PAGE_SIZE, positions % PAGE_SIZE, TOKENS,
+        LAYER, int(geometry["n_pages"]), at["tile_bytes"], at["tile_bytes"] // 4,
+        KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS,
+        TO_CPU=True, INT8=True,
+    )  # fmt: skip
+
+    stored = native_bytes(expected)
+    assert stored[at["tiles"] :].any()
+    np.testing.assert_array_equal(made.numpy()[at["tiles"] :], stored[at["tiles"] :])
+
+
+def native_bytes(segment: native.Segment) -> npt.NDArray[np.uint8]:
+    """A copy of the segment."""
+    return np.frombuffer(ctypes.string_at(segment.address, segment.size), np.uint8)
