@@ -36,7 +36,7 @@ class Event:
 
 
 def graph_seconds(call: Callable[[], object], repeats: int, stop: float = inf) -> float:
-    """Median seconds of a call within a captured graph; no repeats after ``stop``, perf_counter's."""
+    """Median seconds of a call in a captured graph; no repeats after ``stop`` (perf_counter)."""
     call()  # loads and compiles what capturing may not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
