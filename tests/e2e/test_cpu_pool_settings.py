@@ -53,4 +53,4 @@ def test_attention_threads_are_pinned_beside_the_reserved_cores(
         if len(cores.usable()) == 2:
             late = server.start_worker("--pin")
             server.wait_until(f"any(w.pid == {late.pid} for w in info.workers)")
-            assert "0 of 1 threads found a free core" in server.log()
+            server.wait_for_log("0 of 1 threads found a free core")

@@ -147,6 +147,14 @@ class RunningServer:
             time.sleep(0.05)
         raise AssertionError(f"not within {timeout_s} s: {condition}\n{names}\n{self.log()}")
 
+    def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:
+        """Waits for ``text`` in the log; a process may register before it has printed it."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.log():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not printed within {timeout_s} s: {text}\n{self.log()}")
+            time.sleep(0.05)
+
     def assert_caches_end_empty(self) -> None:
         """Waits for both caches to be free again."""
         self.wait_until("loads.num_used_gpu_blocks == 0 and loads.num_used_cpu_pages == 0")
