@@ -1,8 +1,9 @@
-"""Perplexity of a text when all decode attention runs on the CPU workers, by CPU-cache dtype.
+"""Perplexity of a text when decode attention runs on the CPU workers, by CPU-cache dtype.
 
 The text is cut into sequences that are decoded side by side, token by token and teacher-forced, by
 the engine's own executor, exchange and attention threads. The same with all attention on the
-device's side is the reference.
+device's side is the reference. With ``--every-way`` decode attention is also shared by both sides,
+in one batch and in two, and on CUDA with and without graphs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,58 +26,77 @@ from tokenizers import Tokenizer
 
 import neo_native as native
 from gpu_worker import ops
-from gpu_worker.batch import PlanReader
-from gpu_worker.executor import Executor
-from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
-from gpu_worker.kv_pool import GpuCache
+from gpu_worker.backends import Parts, make_backend
 from gpu_worker.model import LlamaModel
-from gpu_worker.offload import Offload
-from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, load_weights
 from neo_native import Array, RowKind, RowStatus, segments
-from protos.config import DType, KvCacheDType
+from neo_server.geometry import geometry_fields
+from protos.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    KvCacheDType,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from protos.model_config import ModelConfig
 
-CPU = torch.device("cpu")
 BLOCK_SIZE, PAGE_SIZE = 16, 64
-TIMEOUT_S = 600.0
+TIMEOUT_S = 60.0
+GIB = 1 << 30
 TEXT = Path(__file__).resolve().parent.parent / "tests" / "data" / "harbour.txt"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to measure: where decode attention runs, and what the CPU-cache holds."""
+    """What to measure: where decode attention runs, how, and what the CPU-cache holds."""
 
-    on_cpu: bool
-    kv_dtype: KvCacheDType  # of the CPU-cache; unused when `on_cpu` is false
+    cpu_share: float  # of the sequences: 0, 0.5 or 1
+    kv_dtype: KvCacheDType  # of the CPU-cache; unused when none of them is there
+    batches: int = 1
+    eager: bool = False  # no CUDA graphs
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"cpu {self.kv_dtype.value}" if self.on_cpu else "gpu side"
+        place = {0.0: "gpu side", 1.0: f"cpu {self.kv_dtype.value}"}.get(
+            self.cpu_share, f"mixed {self.kv_dtype.value}"
+        )
+        how = ", two batches" if self.batches == 2 else ""
+        return place + how + (", eager" if self.eager else "")
+
+    def on_cpu(self, n: int) -> list[bool]:
+        """Which of ``n`` sequences decode on the CPU: every other one where both sides do."""
+        return [i % 2 < 2 * self.cpu_share for i in range(n)]
 
 
-def make_geometry(config: ModelConfig, dtype: DType, run: Run, rows: int, length: int) -> Array:
-    """Room for `rows` sequences of `length` tokens."""
+def make_config(
+    config: ModelConfig, dtype: DType, run: Run, rows: int, length: int
+) -> EngineConfig:
+    """Room for `rows` sequences of `length` tokens on both sides."""
     pages, blocks = -(-length // PAGE_SIZE), -(-length // BLOCK_SIZE)
-    return native.make_geometry(
-        n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        act_dtype=WIRE_DTYPES[dtype],
-        kv_dtype=WIRE_KV_DTYPES[run.kv_dtype],
-        block_size=BLOCK_SIZE,
-        page_size=PAGE_SIZE,
-        n_pages=rows * pages,
-        max_slots=rows,
-        max_rows=rows,
-        max_tokens=rows,
-        max_blocks=blocks,
-        max_pages=pages,
-        max_tasks=4 * rows * config.num_key_value_heads,
-        n_plans=2,
-        max_workers=1,
+    row = run.kv_dtype.row_bytes(config.head_dim)
+    page = PAGE_SIZE * 2 * config.num_hidden_layers * config.num_key_value_heads * row
+    return EngineConfig(
+        model_path="",
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=rows * blocks,
+            kv_offloading_size=(rows * pages + 0.5) * page / GIB,
+            cpu_kv_page_size=PAGE_SIZE,
+            cpu_kv_cache_dtype=run.kv_dtype,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=max(rows, length), max_model_len=length
+        ),
+        worker=WorkerConfig(
+            device="cuda" if run.device == "cuda" else "cpu",
+            dtype=dtype,
+            enforce_eager=run.eager,
+            cpu_attn_timeout_s=TIMEOUT_S,
+            spin_us=200 if run.device == "cuda" else 0,
+        ),
     )
 
 
@@ -84,15 +104,15 @@ class Scorer:
     """An engine without a server: one plan per position, the same for every sequence."""
 
     def __init__(
-        self, weights: LlamaWeights, config: ModelConfig, made: segments.SegmentSet, dtype: DType
+        self,
+        weights: LlamaWeights,
+        config: ModelConfig,
+        engine: EngineConfig,
+        made: segments.SegmentSet,
     ) -> None:
-        geometry = made.geometry
-        rows, length = int(geometry["max_rows"]), int(geometry["max_blocks"]) * BLOCK_SIZE
-        self._sequences = native.Sequences(made.sequences, geometry)
-        for table in (self._sequences.block_table, self._sequences.page_table):
-            table[:] = np.arange(table.size, dtype=np.uint32).reshape(table.shape)
-        self._sequences.params["top_p"] = 1.0
-        model = LlamaModel(config, weights, ops.select(CPU), length)
+        model = LlamaModel(
+            config, weights, ops.select(weights.embedding.device), engine.scheduler.max_model_len
+        )
         self._logits: list[torch.Tensor] = []
         compute = model.logits
 
@@ -101,36 +121,47 @@ class Scorer:
             return self._logits[-1]
 
         model.logits = recorded  # type: ignore[method-assign]
-        control = native.Control(made.control)
-        blocks = rows * int(geometry["max_blocks"])
-        cache = GpuCache(config, blocks, BLOCK_SIZE, TORCH_DTYPES[dtype], CPU)
-        offload = Offload(
-            native.Exchange(control, made.work, made.exchange, geometry),
-            native.CpuCache(made.cpu_cache, self._sequences, geometry),
-            geometry,
-            TORCH_DTYPES[dtype],
-            CPU,
-            TIMEOUT_S,
-        )
-        self._executor = Executor(model, cache, offload)
-        limits = PlanLimits.from_geometry(geometry, blocks, length, config.vocab_size)
-        self._reader = PlanReader(self._sequences, limits, CPU)
+        parts = Parts(engine, model, made, native.Control(made.control), lambda: True)
+        self._sequences = parts.sequences()
+        for table in (self._sequences.block_table, self._sequences.page_table):
+            table[:] = np.arange(table.size, dtype=np.uint32).reshape(table.shape)
+        self._sequences.params["top_p"] = 1.0
+        self._backend = make_backend(parts)
+        self._plan_id = 0
 
-    def step(self, position: int, tokens: Array, kind: RowKind) -> torch.Tensor:
-        """Logits, [sequences, vocabulary], after one token of every sequence."""
+    def step(
+        self, position: int, tokens: Array, batches: Sequence[Sequence[tuple[int, RowKind]]]
+    ) -> torch.Tensor:
+        """Logits, [sequences, vocabulary], after one token of every sequence.
+
+        tokens: int32 [sequences]; batches: sequence and kind of each row, by sub-batch.
+        """
         rows = np.zeros(len(tokens), native.step_row_dtype)
-        for i in range(len(tokens)):
-            rows[i] = (i, kind, position, 1, i, 1)
+        order = [row for batch in batches for row in batch]
+        rows["slot"], rows["kind"] = zip(*order, strict=True)
+        rows["start"], rows["n_new"], rows["sample"] = position, 1, 1
+        rows["token_at"] = np.arange(len(tokens))
         header = np.zeros((), native.step_header_dtype)
-        header["plan_id"], header["n_tokens"] = position + 1, len(tokens)
-        header["n_rows"][0] = len(tokens)
+        self._plan_id += 1
+        header["plan_id"], header["n_tokens"] = self._plan_id, len(tokens)
+        header["n_rows"][: len(batches)] = [len(batch) for batch in batches]
         swaps = np.zeros(0, native.swap_dtype)
-        step: Any = SimpleNamespace(header=header, rows=rows, swaps=swaps, tokens=tokens)
+        step: Any = SimpleNamespace(
+            header=header, rows=rows, swaps=swaps, tokens=tokens[rows["slot"].astype(np.int64)]
+        )
         self._logits.clear()
-        outcome = self._executor.run(self._reader.read(step))
+        self._backend.runner.submit(self._backend.reader.read(step))
+        outcome = self._backend.runner.collect()
         if not (outcome.status == RowStatus.SAMPLED).all():
             raise RuntimeError(f"position {position}: rows were given up, {outcome.status}")
-        return torch.cat(self._logits)
+        return self._gathered(batches)[np.argsort(rows["slot"])]
+
+    def _gathered(self, batches: Sequence[Sequence[tuple[int, RowKind]]]) -> torch.Tensor:
+        """Logits in the order of the rows."""
+        kept = getattr(self._backend.runner, "logits", None)  # the CUDA path's
+        if kept is None:
+            return torch.cat(self._logits).cpu()
+        return torch.cat([kept(i, len(batch)) for i, batch in enumerate(batches)]).cpu()
 
 
 @contextmanager
@@ -148,6 +179,19 @@ def attention_threads(made: segments.SegmentSet, n: int) -> Iterator[None]:
         worker.stop()
 
 
+def rows_of(run: Run, n: int, prefill: bool) -> list[list[tuple[int, RowKind]]]:
+    """Sequence and kind of each row by sub-batch, in the order of the wire format."""
+    gpu, cpu = (
+        (RowKind.PREFILL_GPU, RowKind.PREFILL_CPU)
+        if prefill
+        else (RowKind.DECODE_GPU, RowKind.DECODE_CPU)
+    )
+    rows = [(i, cpu if away else gpu) for i, away in enumerate(run.on_cpu(n))]
+    size = -(-n // run.batches)
+    batches = [rows[at : at + size] for at in range(0, n, size)]
+    return [sorted(batch, key=lambda row: int(row[1])) for batch in batches]
+
+
 def mean_loss(
     weights: LlamaWeights, config: ModelConfig, tokens: Array, dtype: DType, run: Run, threads: int
 ) -> float:
@@ -155,26 +199,39 @@ def mean_loss(
 
     tokens: int32 [sequences, length].
     """
-    prefill, decode = (
-        (RowKind.PREFILL_CPU, RowKind.DECODE_CPU)
-        if run.on_cpu
-        else (RowKind.PREFILL_GPU, RowKind.DECODE_GPU)
-    )
-    made = segments.create_all(make_geometry(config, dtype, run, *tokens.shape))
+    n, length = tokens.shape
+    engine = make_config(config, dtype, run, n, length)
+    made = segments.create_all(native.make_geometry(**geometry_fields(engine, config, 1)))
     total = 0.0
     try:
         with attention_threads(made, threads):
-            scorer = Scorer(weights, config, made, dtype)
-            for position in range(tokens.shape[1] - 1):
-                kind = decode if position else prefill
-                logits = scorer.step(position, tokens[:, position], kind)
+            scorer = Scorer(weights, config, engine, made)
+            for position in range(length - 1):
+                batches = rows_of(run, n, prefill=position == 0)
+                logits = scorer.step(position, tokens[:, position], batches)
                 target = torch.from_numpy(tokens[:, position + 1].astype(np.int64))
                 loss = torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum")
                 total += float(loss)
     finally:
         segments.unlink_all(made)
         made.close()
-    return float(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+    return float(total / (n * (length - 1)))
+
+
+def runs_of(dtype: DType, device: str, every_way: bool) -> list[Run]:
+    """The reference first."""
+    own = KvCacheDType(dtype.value)
+    kinds = dict.fromkeys((own, KvCacheDType.BFLOAT16, KvCacheDType.INT8))
+    runs = [Run(0.0, own, device=device), *(Run(1.0, kind, device=device) for kind in kinds)]
+    if not every_way:
+        return runs
+    runs += [
+        Run(share, own, batches, device=device)
+        for share, batches in ((0.0, 2), (0.5, 1), (0.5, 2), (1.0, 2))
+    ]
+    if device == "cuda":
+        runs += [replace(run, eager=True) for run in runs]
+    return runs
 
 
 def read_tokens(model: Path, text: Path, length: int) -> Array:
@@ -193,18 +250,18 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--dtype", type=DType, default=DType.FLOAT32, help="of activations")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--every-way", action="store_true", help="mixed, two batches, no graphs")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--bound", type=float, default=0.5, help="percent, int8 against bfloat16")
     parser.add_argument("--json", action="store_true", help="one line per configuration")
     arguments = parser.parse_args()
     config = ModelConfig.from_pretrained(arguments.model)
     tokens = read_tokens(arguments.model, arguments.text, arguments.length)
-    weights = load_weights(arguments.model, config, TORCH_DTYPES[arguments.dtype], CPU)
-    own = KvCacheDType(arguments.dtype.value)
-    kinds = dict.fromkeys((own, KvCacheDType.BFLOAT16, KvCacheDType.INT8))
-    runs = [Run(False, own), *(Run(True, kind) for kind in kinds)]
+    device = torch.device(arguments.device)
+    weights = load_weights(arguments.model, config, TORCH_DTYPES[arguments.dtype], device)
     found: dict[str, float] = {}
-    for run in runs:
+    for run in runs_of(arguments.dtype, arguments.device, arguments.every_way):
         loss = mean_loss(weights, config, tokens, arguments.dtype, run, arguments.threads)
         found[run.name] = math.exp(loss)
         percent = 100 * (found[run.name] / found["gpu side"] - 1)
@@ -212,7 +269,7 @@ def main() -> None:
         if arguments.json:
             print(json.dumps({**line, "sequences": tokens.shape[0], "length": tokens.shape[1]}))
         else:
-            print(f"{run.name:14} {found[run.name]:9.4f}  {percent:+.3f} % of gpu side", flush=True)
+            print(f"{run.name:28} {found[run.name]:9.4f}  {percent:+.3f} % of gpu side", flush=True)
     difference = 100 * (found["cpu int8"] / found["cpu bfloat16"] - 1)
     if not arguments.json:
         print(f"int8 against bfloat16: {difference:+.3f} % (bound {arguments.bound} %)")

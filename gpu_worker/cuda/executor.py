@@ -168,6 +168,10 @@ class CudaExecutor:
         self._pinned.append((flight.staged, flight.outcome))
         return outcome
 
+    def logits(self, channel: int, rows: int) -> Tensor:
+        """[rows, vocab] of a sub-batch's sampled rows, of the plan collected last; to measure."""
+        return self._stages.buffers.logits[channel, :rows]
+
     def summary(self) -> str:
         """How plans ran so far, for the log: by kind and size those that took the longest."""
         most = sorted(self._spent.items(), key=lambda item: -item[1][1])[:12]
