@@ -12,6 +12,7 @@ import numpy.typing as npt
 _READY = 2  # WorkerState of protos/wire.hpp
 _RETRY_S = 1.0  # doubles with every plan that is voided before a task is done
 _RETRY_LIMIT_S = 60.0
+_SILENT_S = 3.0  # fifteen heartbeats: a worker that shows none is stopped or gone
 
 Table = npt.NDArray[Any]  # of worker_row_dtype
 
@@ -57,6 +58,12 @@ class CpuPool:
             else:
                 ready &= table["heartbeat_ns"] > before["heartbeat_ns"]
         return int(np.count_nonzero(ready))
+
+    def beating_workers(self) -> int:
+        """Workers that are ready, stay, and have shown a heartbeat lately."""
+        table = self._table()
+        since = (self._clock() - _SILENT_S) * 1e9
+        return int(np.count_nonzero(_ready(table) & (table["heartbeat_ns"] > since)))
 
     def live_threads(self) -> int:
         """Attention threads of the workers that are ready and stay."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from neo_native import ResultConsumer, ResultSlot, StepProducer, StepSlot
 
 _WAIT_SLICE_S = 0.1  # how soon a lost worker is noticed; costs nothing while no plan is in flight
+_LATE = 1 / 8  # of the plan timeout: 10 s on CUDA with the defaults
 
 
 class GpuLink(Protocol):
@@ -51,6 +52,7 @@ class GpuClient:
         self.table: ProfileTable | None = None
         self.modes: frozenset[Mode] = frozenset()
         self.pid = 0
+        self.waited_s = 0.0  # for the answer that is being waited for
         self._plan_timeout_s = plan_timeout_s
         self._producer = producer
         self._consumer = consumer
@@ -63,6 +65,11 @@ class GpuClient:
     def is_ready(self) -> bool:
         """A worker has loaded the model and lives."""
         return self._ready.is_set()
+
+    @property
+    def is_late(self) -> bool:
+        """A plan has not been answered for a large part of the time after which it is given up."""
+        return self.waited_s > _LATE * self._plan_timeout_s
 
     async def prepare(self, pid: int) -> None:
         """Empties the rings for a worker that registers; no other may live."""
@@ -130,17 +137,10 @@ class GpuClient:
 
     def _receive(self) -> StepResult:
         """In the thread: the wait releases the GIL."""
-        waited = 0  # slices: a clock would also count while this process itself is stopped
-        while not self._consumer.wait(_WAIT_SLICE_S):
-            if self._lost:
-                raise GpuWorkerDiedError("the gpu worker died with a plan in flight")
-            waited += 1
-            if waited * _WAIT_SLICE_S >= self._plan_timeout_s:
-                self._lost = True  # so that plans behind this one do not wait as long again
-                raise GpuWorkerHungError(
-                    f"gpu worker {self.pid} did not answer a plan in {self._plan_timeout_s:g} s "
-                    "(--plan-timeout)"
-                )
+        try:
+            self._await_result()
+        finally:
+            self.waited_s = 0.0
         slot = self._consumer.front()
         if slot is None:
             raise RuntimeError("result ring woke its consumer but is empty")
@@ -149,6 +149,20 @@ class GpuClient:
         finally:
             del slot
             self._consumer.release()
+
+    def _await_result(self) -> None:
+        waited = 0  # slices: a clock would also count while this process itself is stopped
+        while not self._consumer.wait(_WAIT_SLICE_S):
+            if self._lost:
+                raise GpuWorkerDiedError("the gpu worker died with a plan in flight")
+            waited += 1
+            self.waited_s = waited * _WAIT_SLICE_S
+            if self.waited_s >= self._plan_timeout_s:
+                self._lost = True  # so that plans behind this one do not wait as long again
+                raise GpuWorkerHungError(
+                    f"gpu worker {self.pid} did not answer a plan in {self._plan_timeout_s:g} s "
+                    "(--plan-timeout)"
+                )
 
 
 def write_step(step: Step, slot: StepSlot) -> None:

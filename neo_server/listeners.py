@@ -14,7 +14,7 @@ from neo_server.service import InferenceService
 from neo_server.state import ServerState
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVICES = (inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,)
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
 _MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
 _CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
@@ -47,7 +47,7 @@ def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server
     register = inference_pb2_grpc.add_InferenceServicer_to_server
     register(InferenceService(state), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (INFERENCE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    names = (*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 

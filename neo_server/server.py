@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2
-from grpc_health.v1._async import HealthServicer
 
 from neo_server.block_manager import BlockManager
 from neo_server.chat_template import ChatTemplate
@@ -22,8 +20,9 @@ from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError
 from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
 from neo_server.gpu_client import GpuClient
+from neo_server.health import Health
 from neo_server.launch import Options, Resolved
-from neo_server.listeners import INFERENCE, control_server, listen, prompt_bytes, public_server
+from neo_server.listeners import SERVICES, control_server, listen, prompt_bytes, public_server
 from neo_server.plan import Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
@@ -68,12 +67,10 @@ class Server:
             )
         self.address = ""
         self.control_address = ""
-        self._health = HealthServicer()
+        self._health = Health(SERVICES)
         self.http_address = ""
         self._servers: list[_Stoppable] = []
         self._engine_task: asyncio.Task[None] | None = None
-        self._is_ready = False
-        self._health_tasks: set[asyncio.Task[None]] = set()
         self.state: ServerState | None = None
 
     async def run(self) -> None:
@@ -86,7 +83,7 @@ class Server:
             state = await self._open()
             assert state.supervisor is not None
             self.address = await self._listen(
-                public_server(state, self._health), self.options.host, self.options.port
+                public_server(state, self._health.servicer), self.options.host, self.options.port
             )
             await self._listen_http(state)
             _log.info("listening on %s, control on %s", self.address, self.control_address)
@@ -143,7 +140,7 @@ class Server:
         gpu = GpuClient(
             memory.producer,
             memory.consumer,
-            self._gpu_changed,
+            lambda _ready: self._health.changed(),
             self._gpu_hangs,
             plan_timeout_s(self.options, config.worker),
         )
@@ -156,8 +153,7 @@ class Server:
             memory=memory,
             gpu=gpu,
         )
-        for name in ("", INFERENCE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.open()
         self.control_address = await self._listen(
             control_server(state), self.options.control_host, self.options.control_port
         )
@@ -194,15 +190,13 @@ class Server:
         """Becomes ready, then follows the engine, which ends only by failing."""
         engine = await self._start_engine(state)
         assert self._engine_task is not None
-        self._is_ready = True
-        self._gpu_changed(state.gpu.is_ready)
         if self.options.address_file is not None:
             addresses = (self.address, self.control_address, self.http_address)
             line = " ".join(filter(None, addresses))
             write_atomically(self.options.address_file, f"{line}\n")
         blocks, limit = engine.scheduler.blocks, engine.scheduler.max_tokens_per_sequence
         _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
-        await asyncio.shield(self._engine_task)
+        await race(asyncio.shield(self._engine_task), self._health.watch(state.trouble))
 
     async def _start_engine(self, state: ServerState) -> Engine:
         """Waits for the gpu worker; the engine has run once when this returns."""
@@ -247,23 +241,12 @@ class Server:
             cache.cpu_kv_page_size,
         )
 
-    def _gpu_changed(self, ready: bool) -> None:
-        """Health follows the gpu worker once the server has been ready."""
-        if not self._is_ready:
-            return
-        status = health_pb2.HealthCheckResponse
-        value = status.SERVING if ready else status.NOT_SERVING
-        for name in ("", INFERENCE):
-            task = asyncio.get_running_loop().create_task(self._health.set(name, value))
-            self._health_tasks.add(task)
-            task.add_done_callback(self._health_tasks.discard)
-
     def _gpu_hangs(self) -> None:
         if self.state is not None and self.state.supervisor is not None:
             self.state.supervisor.kill_gpu_worker()
 
     async def _drain(self, state: ServerState) -> None:
-        await self._health.enter_graceful_shutdown()
+        await self._health.drain()
         if state.engine is None or self._engine_task is None:
             return
         await race(
@@ -273,7 +256,7 @@ class Server:
 
     async def _close(self) -> None:
         """Ends the engine, the services, the children; removes the segments."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.drain()
         if self._engine_task is not None:
             self._engine_task.cancel()
             await asyncio.gather(self._engine_task, return_exceptions=True)

@@ -10,6 +10,7 @@ from neo_server.engine import Engine
 from neo_server.errors import NotReadyError
 from neo_server.gpu_client import GpuClient
 from neo_server.launch import Options, Resolved
+from neo_server.plan import Place
 from neo_server.shared_memory import SharedMemory
 from neo_server.supervisor import Supervisor
 from neo_server.tokenizer import AnyTokenizer
@@ -37,8 +38,25 @@ class ServerState:
 
     @property
     def is_serving(self) -> bool:
-        """As health says: warmed up, with a gpu worker, not draining."""
-        return self.engine is not None and self.engine.accepting and self.gpu.is_ready
+        """As health says."""
+        return not self.trouble()
+
+    def trouble(self) -> str:
+        """Why no request can be served; "": warm, not draining, every needed worker lives."""
+        if self.engine is None:
+            return "the model is still loading"
+        if not self.engine.accepting:
+            return "the server is shutting down"
+        if not self.gpu.is_ready:
+            return "the gpu worker is gone"
+        if self.supervisor is not None and self.supervisor.gpu_worker_is_stopped:
+            return "the gpu worker is stopped"
+        if self.gpu.is_late:
+            return f"the gpu worker has not answered a plan for {self.gpu.waited_s:.1f} s"
+        policy = self.engine.scheduler.policy
+        if policy.places == {Place.CPU} and not self.memory.cpu_pool.beating_workers():
+            return f"no cpu-attention worker lives, and {policy.name} has CPU-requests only"
+        return ""
 
     def serving_engine(self) -> Engine:
         """The engine, or ``NotReadyError``."""

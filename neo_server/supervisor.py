@@ -59,6 +59,15 @@ class Child:
         """Its process id."""
         return self.process.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        """A signal has stopped it (state T of proc_pid_stat(5))."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # over
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     async def wait(self) -> int:
         """Its exit status. A pidfd tells without a thread or a SIGCHLD handler."""
         if self.process.returncode is not None:
@@ -143,6 +152,11 @@ class Supervisor:
     def server_is_ready(self) -> None:
         """From now on a cpu worker that ends is replaced, however often."""
         self._server_was_ready = True
+
+    @property
+    def gpu_worker_is_stopped(self) -> bool:
+        """Whether a gpu worker that is a child of this server stands still by a signal."""
+        return self._gpu is not None and self._gpu.is_stopped
 
     def kill_gpu_worker(self) -> None:
         """Ends a gpu worker that hangs, and another follows. Not one that others started."""

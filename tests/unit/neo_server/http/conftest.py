@@ -79,7 +79,7 @@ async def serve(
     )
     config = EngineConfig(model_path="tiny", scheduler=sizes.config)
     memory: Any = SimpleNamespace(workers=list, cpu_pool=SimpleNamespace(live_workers=lambda: 2))
-    gpu: Any = SimpleNamespace(is_ready=True)
+    gpu: Any = SimpleNamespace(is_ready=True, is_late=False)
     state = ServerState(
         options=Options(model="tiny", **options),
         resolved=Resolved(config, parse_model_config(CONFIG, {})),
