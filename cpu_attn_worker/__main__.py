@@ -7,7 +7,7 @@ import logging
 import sys
 
 from cpu_attn_worker.worker import WorkerError, run
-from neo_native import NativeError
+from neo_native import NativeError, logs
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,11 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 after leaving in order, 1 when it could not join."""
     args = parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s",
-    )
+    logs.configure("cpu_attn_worker")
     try:
         run(
             args.server,

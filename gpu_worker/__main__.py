@@ -13,7 +13,7 @@ import grpc
 
 from gpu_worker.errors import GpuWorkerError
 from gpu_worker.worker import PLAN_MODES, GpuWorker, device_name
-from neo_native import NativeError
+from neo_native import NativeError, logs
 from neo_native.lifetime import die_with_parent
 from neo_native.segments import SegmentSet, attach_all, gpu_worker_byte
 from protos import control_pb2, control_pb2_grpc
@@ -82,9 +82,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--spawned", action="store_true", help="end with the parent process")
     args = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s gpu_worker[{args.rank}] %(levelname)s %(message)s"
-    )
+    logs.configure(f"gpu_worker-{args.rank}")
     if args.spawned:
         die_with_parent()
     try:

@@ -24,6 +24,7 @@ from gpu_worker.batch import CpuDecodes
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
+from gpu_worker.progress import progress
 from protos.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Profiler:
         self._layer = min(1, model.config.num_hidden_layers - 1)
         self._deadline = 0.0
         self._threads = 0
+        self._advance: Callable[[], object] = lambda: None  # one more stage is measured
 
     @torch.inference_mode()
     def run(self, threads: int) -> dict[str, Any]:
@@ -127,8 +129,14 @@ class Profiler:
         begin = time.perf_counter()
         self._deadline = begin + BUDGET_S
         self._threads = threads
+        with progress("profiling stages", 7 if threads else 6) as self._advance:
+            seconds = self._stages_table()
+        logger.info("profiled in %.1f s", time.perf_counter() - begin)
+        return seconds
+
+    def _stages_table(self) -> dict[str, Any]:
         tokens, rows, length = self._limits
-        seconds: dict[str, Any] = {
+        return {
             "num_layers": self._model.config.num_hidden_layers,
             "overlaps_transfers": False,
             "linear": self._curve(self._linear, _up_to(LINEAR, tokens)),
@@ -138,11 +146,9 @@ class Profiler:
             "transfer": self._curve(self._transfer, _up_to(TRANSFER, min(tokens, length))),
             "gpu_attn": self._surface(self._gpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length)),
             "cpu_attn": self._surface(self._cpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length))
-            if threads
+            if self._threads
             else None,
         }
-        logger.info("profiled in %.1f s", time.perf_counter() - begin)
-        return seconds
 
     def _time(self, call: Callable[[], object]) -> float:
         """Median seconds of a call, once warm."""
@@ -172,6 +178,7 @@ class Profiler:
                 break
             points["x"].append(float(x))
             points["seconds"].append(self._time(make(x)))
+        self._advance()
         return points
 
     def _surface(
@@ -191,6 +198,7 @@ class Profiler:
                     table[i][j] = earlier * grown  # what is too slow to measure is proportional
                 else:
                     table[i][j] = self._time(make(count, length))
+        self._advance()
         return {"rows": list(rows), "tokens_per_row": list(lengths), "seconds": table}
 
     def _linear(self, tokens: int) -> Callable[[], object]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpu_worker.errors import CheckpointError
+from gpu_worker.progress import progress
 from protos.config import DType
 from protos.model_config import ModelConfig
 
@@ -102,12 +103,14 @@ def load_weights(
     weights = empty_weights(config, dtype, device)
     wanted = destinations(weights, config)
     unexpected = []
-    for name, tensor in _tensors(Path(path)):
-        destination = wanted.pop(name, None)
-        if destination is not None:
-            _fill(name, tensor, destination)
-        elif not _is_redundant(name, config):
-            unexpected.append(name)
+    with progress("loading weights", len(wanted)) as advance:
+        for name, tensor in _tensors(Path(path)):
+            destination = wanted.pop(name, None)
+            if destination is not None:
+                _fill(name, tensor, destination)
+                advance()
+            elif not _is_redundant(name, config):
+                unexpected.append(name)
     if wanted:
         raise CheckpointError(f"{path}: missing tensors: {_names(list(wanted))}")
     if unexpected:

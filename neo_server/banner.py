@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
 from rich.console import Console
 from rich.table import Table
 
 from neo_server.geometry import cpu_page_bytes, num_cpu_pages
 from neo_server.launch import Options, Resolved
 
+_log = logging.getLogger(__name__)
+
 
 def print_banner(
     console: Console, options: Options, resolved: Resolved, *, offline: bool = False
 ) -> None:
-    """One table: setting, value, reason. ``offline``: there is no public service."""
+    """One table: setting, value, reason. ``offline``: there is no public service.
+
+    Where logs are JSON it is one line of them.
+    """
+    if options.log_format == "json":
+        settings = {setting: value for setting, value, _ in rows(options, resolved)}
+        _log.info("configuration", extra={"fields": {"configuration": settings}})
+        return
     verb = "runs" if offline else "serves"
     table = Table(
         title=f"NEO {verb} {options.served_model_name or options.model}", title_style="bold"

@@ -40,7 +40,7 @@ def serve(options: Options) -> None:
     from neo_server.server import Server
 
     console = Console(stderr=True)
-    log_to(console)
+    log_to(console, options.log_format)
     try:
         resolved = resolve(options)
         server = Server(options, resolved)

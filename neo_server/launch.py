@@ -124,6 +124,7 @@ def _check_flags(options: Options) -> None:
         ("http_port", options.http_port, 0, 65535),
         ("shutdown_timeout", options.shutdown_timeout, 0, math.inf),
         ("plan_timeout", options.plan_timeout, 0, math.inf),
+        ("log_stats_interval", options.log_stats_interval, 0, math.inf),
     ):
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"

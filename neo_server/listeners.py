@@ -11,10 +11,10 @@ from neo_server.api_key import ApiKeyInterceptor
 from neo_server.control_service import ControlService
 from neo_server.errors import ConfigurationError
 from neo_server.service import InferenceService
+from neo_server.service_names import SERVICES
 from neo_server.state import ServerState
-from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos import control_pb2_grpc, inference_pb2_grpc
 
-SERVICES = (inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,)
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
 _MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
 _CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))

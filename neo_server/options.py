@@ -15,6 +15,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 KernelBackend = Literal["auto", "torch", "triton"]
+LogFormat = Literal["text", "json"]
 DEFAULT_CONTROL_PORT = 50052
 CpuCacheSize = Annotated[
     float | None,
@@ -126,6 +127,10 @@ class Options:
             help="What clients have to send: 'authorization: Bearer KEY', over gRPC and HTTP.",
         ),
     ] = field(default=None, repr=False)
+    log_format: Annotated[LogFormat, Option(help="json: one object a line.")] = "text"
+    log_stats_interval: Annotated[
+        float, Option(help="Seconds between lines of throughput and cache use; 0: no such lines.")
+    ] = 10.0
     spawn_gpu_worker: Annotated[
         bool, Option(help="--no-...: `neo gpu-worker` is started by hand.")
     ] = True

@@ -15,10 +15,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from neo_server.block_manager import Pool
 from neo_server.engine import Engine
 from neo_server.latencies import Histogram
-from neo_server.plan import Place
+from neo_server.loads import loads_of
 from neo_server.shared_memory import WorkerEntry
 from neo_server.state import ServerState
 
@@ -62,20 +61,22 @@ class EngineCollector(Collector):
         yield from self._histograms(engine)
 
     def _gauges(self, engine: Engine) -> Iterator[Metric]:
-        scheduler = engine.scheduler
-        blocks, pages = scheduler.blocks.blocks, scheduler.blocks.pages
-        on_cpu = sum(seq.place is Place.CPU for seq in scheduler.running.values())
+        loads = loads_of(engine)
         for name, text, value in (
-            ("num_requests_running", "Requests that hold cache.", len(scheduler.running)),
-            ("num_requests_waiting", "Requests that hold none.", len(scheduler.waiting)),
-            ("num_requests_cpu", "Of those running, with their cache on the CPU.", on_cpu),
-            ("num_tokens_waiting", "Of waiting requests.", scheduler.num_waiting_tokens),
-            ("kv_cache_usage_perc", "Of the GPU-cache; 1 is full.", _share(blocks)),
-            ("cpu_kv_cache_usage_perc", "Of the CPU-cache; 1 is full.", _share(pages)),
+            ("num_requests_running", "Requests that hold cache.", loads.running),
+            ("num_requests_waiting", "Requests that hold none.", loads.waiting),
+            (
+                "num_requests_cpu",
+                "Of those running, with their cache on the CPU.",
+                loads.running_on_cpu,
+            ),
+            ("num_tokens_waiting", "Of waiting requests.", loads.waiting_tokens),
+            ("kv_cache_usage_perc", "Of the GPU-cache; 1 is full.", loads.gpu.share),
+            ("cpu_kv_cache_usage_perc", "Of the CPU-cache; 1 is full.", loads.cpu.share),
             (
                 "cost_model_error_ratio",
                 "Median of |predicted - measured| / measured of the latest iterations.",
-                scheduler.cost.median_error,
+                engine.scheduler.cost.median_error,
             ),
             (
                 "cpu_attn_workers",
@@ -156,10 +157,6 @@ class EngineCollector(Collector):
 
 def _non_empty(*values: str) -> list[str]:
     return [value for value in values if value]
-
-
-def _share(pool: Pool) -> float:
-    return pool.used / pool.total if pool.total else 0.0
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

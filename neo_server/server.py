@@ -22,13 +22,15 @@ from neo_server.geometry import SPARE_WORKERS, geometry_fields, num_cpu_pages
 from neo_server.gpu_client import GpuClient
 from neo_server.health import Health
 from neo_server.launch import Options, Resolved
-from neo_server.listeners import SERVICES, control_server, listen, prompt_bytes, public_server
+from neo_server.listeners import control_server, listen, prompt_bytes, public_server
 from neo_server.plan import Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
 from neo_server.scheduler import RUNNABLE, Scheduler
+from neo_server.service_names import SERVICES
 from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
+from neo_server.stats_log import StatsLog, log_sizes
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
 from neo_server.tasks import first_of, race
@@ -183,7 +185,7 @@ class Server:
         app = make_app(state, prompt_bytes(state))
         http = HttpServer(app, self.options.http_host or self.options.host, self.options.http_port)
         self._servers.append(http)
-        self.http_address = http.address
+        self.http_address = state.http_address = http.address
         await http.start()
 
     async def _serve(self, state: ServerState) -> None:
@@ -195,8 +197,12 @@ class Server:
             line = " ".join(filter(None, addresses))
             write_atomically(self.options.address_file, f"{line}\n")
         blocks, limit = engine.scheduler.blocks, engine.scheduler.max_tokens_per_sequence
+        log_sizes(engine)
         _log.info("ready: %d GPU blocks, requests of up to %d tokens", blocks.blocks.total, limit)
-        await race(asyncio.shield(self._engine_task), self._health.watch(state.trouble))
+        follow = [self._health.watch(state.trouble)]
+        if interval := self.options.log_stats_interval:
+            follow.append(StatsLog(engine, interval).run())
+        await race(asyncio.shield(self._engine_task), *follow)
 
     async def _start_engine(self, state: ServerState) -> Engine:
         """Waits for the gpu worker; the engine has run once when this returns."""

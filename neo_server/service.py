@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, NoReturn
 
 import grpc
 
-from neo_server import __version__
 from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
+from neo_server.info import loads, model_info, server_info
 from neo_server.request import Finish, OutputStream, Request
 from neo_server.state import ServerState
 from protos import inference_pb2 as pb
@@ -68,82 +67,17 @@ class InferenceService(rpc.InferenceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """Configuration and workers."""
-        state = self._state
-        config = state.resolved.config
-        engine = state.engine
-        info = pb.GetServerInfoResponse(
-            version=__version__,
-            instance_id=state.memory.location.instance_id,
-            scheduling_policy=config.scheduler.scheduling_policy,
-            device=state.gpu.device or config.worker.device,
-            uptime_s=time.monotonic() - state.started,
-            max_model_len=config.scheduler.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            block_size=config.cache.block_size,
-            num_gpu_blocks=state.gpu.num_gpu_blocks,
-            cpu_kv_page_size=config.cache.cpu_kv_page_size,
-            num_cpu_pages=engine.scheduler.blocks.pages.total if engine else 0,
-        )
-        if state.gpu.is_ready:
-            info.workers.add(kind=pb.WorkerInfo.KIND_GPU, row=0, pid=state.gpu.pid)
-        for entry in state.memory.workers():
-            info.workers.add(
-                kind=pb.WorkerInfo.KIND_CPU_ATTN,
-                row=entry.row,
-                pid=entry.pid,
-                num_threads=entry.num_threads,
-                tasks=entry.tasks,
-                busy_s=entry.busy_s,
-                kv_bytes_read=entry.kv_bytes_read,
-            )
-        return info
+        return server_info(self._state)
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         """What a client has to know of the model."""
-        model = self._state.resolved.model
-        info = pb.GetModelInfoResponse(
-            model=self._state.model_name,
-            architecture=model.architecture,
-            dtype=self._state.resolved.config.worker.dtype.value,
-            vocab_size=model.vocab_size,
-            max_model_len=self._state.resolved.config.scheduler.max_model_len,
-            eos_token_ids=model.eos_token_ids,
-            has_chat_template=self._state.chat_template is not None,
-        )
-        if model.bos_token_id is not None:
-            info.bos_token_id = model.bos_token_id
-        return info
+        return model_info(self._state)
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: N802
         """Queue lengths, cache occupation, counters."""
-        if self._state.engine is None:
-            return pb.GetLoadsResponse()
-        scheduler = self._state.engine.scheduler
-        metrics, blocks = scheduler.metrics, scheduler.blocks
-        return pb.GetLoadsResponse(
-            num_running_reqs=len(scheduler.running),
-            num_waiting_reqs=len(scheduler.waiting),
-            num_used_gpu_blocks=blocks.blocks.used,
-            num_total_gpu_blocks=blocks.blocks.total,
-            num_used_cpu_pages=blocks.pages.used,
-            num_total_cpu_pages=blocks.pages.total,
-            gen_throughput=self._state.engine.throughput.rate(),
-            iterations=metrics.iterations,
-            num_gpu_decodes=metrics.num_gpu_decodes,
-            num_cpu_decodes=metrics.num_cpu_decodes,
-            num_preemptions=metrics.num_preemptions,
-            num_swap_outs=metrics.num_swap_outs,
-            num_swap_ins=metrics.num_swap_ins,
-            num_output_tokens=metrics.num_output_tokens,
-            num_voided_rows=metrics.num_voided_rows,
-            num_wasted_rows=metrics.num_wasted_rows,
-            max_skipped_iterations=metrics.max_skipped,
-            cost_corrections=scheduler.cost.factors,
-            median_prediction_error=scheduler.cost.median_error,
-        )
+        return loads(self._state)
 
 
 async def _stream(served: Request, context: Context) -> None:

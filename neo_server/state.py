@@ -28,6 +28,7 @@ class ServerState:
     gpu: GpuClient
     supervisor: Supervisor | None = None
     engine: Engine | None = None
+    http_address: str = ""  # where HTTP is served
     started: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))  # by the clock on the wall
 

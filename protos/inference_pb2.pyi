@@ -157,7 +157,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "instance_id", "scheduling_policy", "device", "uptime_s", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks", "cpu_kv_page_size", "num_cpu_pages", "workers")
+    __slots__ = ("version", "instance_id", "scheduling_policy", "device", "uptime_s", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks", "cpu_kv_page_size", "num_cpu_pages", "workers", "status", "services", "http_address", "uses_tls", "requires_api_key", "max_num_queued_reqs", "max_num_queued_tokens", "max_tokens_per_request", "max_concurrency", "kv_cache_dtype", "cpu_kv_cache_dtype", "pid")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULING_POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,18 @@ class GetServerInfoResponse(_message.Message):
     CPU_KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_CPU_PAGES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    USES_TLS_FIELD_NUMBER: _ClassVar[int]
+    REQUIRES_API_KEY_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_QUEUED_REQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CPU_KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: str
     scheduling_policy: str
@@ -184,7 +196,19 @@ class GetServerInfoResponse(_message.Message):
     cpu_kv_page_size: int
     num_cpu_pages: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., device: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_gpu_blocks: _Optional[int] = ..., cpu_kv_page_size: _Optional[int] = ..., num_cpu_pages: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+    status: str
+    services: _containers.RepeatedScalarFieldContainer[str]
+    http_address: str
+    uses_tls: bool
+    requires_api_key: bool
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int
+    max_tokens_per_request: int
+    max_concurrency: float
+    kv_cache_dtype: str
+    cpu_kv_cache_dtype: str
+    pid: int
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., device: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_gpu_blocks: _Optional[int] = ..., cpu_kv_page_size: _Optional[int] = ..., num_cpu_pages: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., status: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., http_address: _Optional[str] = ..., uses_tls: _Optional[bool] = ..., requires_api_key: _Optional[bool] = ..., max_num_queued_reqs: _Optional[int] = ..., max_num_queued_tokens: _Optional[int] = ..., max_tokens_per_request: _Optional[int] = ..., max_concurrency: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., cpu_kv_cache_dtype: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("kind", "row", "pid", "num_threads", "tasks", "busy_s", "kv_bytes_read")
@@ -217,7 +241,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "eos_token_ids", "bos_token_id", "has_chat_template")
+    __slots__ = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "eos_token_ids", "bos_token_id", "has_chat_template", "model_path", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "has_tokenizer", "kv_bytes_per_token", "cpu_kv_bytes_per_token")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +250,18 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INTERMEDIATE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIDDEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTENTION_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEY_VALUE_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CPU_KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -234,14 +270,26 @@ class GetModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
     has_chat_template: bool
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    model_path: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    has_tokenizer: bool
+    kv_bytes_per_token: int
+    cpu_kv_bytes_per_token: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., model_path: _Optional[str] = ..., model_type: _Optional[str] = ..., hidden_size: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., num_hidden_layers: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_key_value_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ..., cpu_kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_used_gpu_blocks", "num_total_gpu_blocks", "num_used_cpu_pages", "num_total_cpu_pages", "gen_throughput", "iterations", "num_gpu_decodes", "num_cpu_decodes", "num_preemptions", "num_swap_outs", "num_swap_ins", "num_output_tokens", "num_voided_rows", "num_wasted_rows", "max_skipped_iterations", "cost_corrections", "median_prediction_error")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_used_gpu_blocks", "num_total_gpu_blocks", "num_used_cpu_pages", "num_total_cpu_pages", "gen_throughput", "iterations", "num_gpu_decodes", "num_cpu_decodes", "num_preemptions", "num_swap_outs", "num_swap_ins", "num_output_tokens", "num_voided_rows", "num_wasted_rows", "max_skipped_iterations", "cost_corrections", "median_prediction_error", "num_used_tokens", "max_total_num_tokens", "token_usage", "num_used_cpu_tokens", "max_total_num_cpu_tokens", "cpu_token_usage", "num_cpu_reqs", "num_waiting_tokens", "max_model_len", "max_running_reqs", "block_size", "cpu_kv_page_size", "num_cpu_attn_workers", "num_prompt_tokens")
     class IterationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +323,20 @@ class GetLoadsResponse(_message.Message):
     MAX_SKIPPED_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     COST_CORRECTIONS_FIELD_NUMBER: _ClassVar[int]
     MEDIAN_PREDICTION_ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_USAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_CPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_NUM_CPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CPU_TOKEN_USAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CPU_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CPU_KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CPU_ATTN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_gpu_blocks: int
@@ -294,4 +356,18 @@ class GetLoadsResponse(_message.Message):
     max_skipped_iterations: int
     cost_corrections: _containers.ScalarMap[str, float]
     median_prediction_error: float
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_used_gpu_blocks: _Optional[int] = ..., num_total_gpu_blocks: _Optional[int] = ..., num_used_cpu_pages: _Optional[int] = ..., num_total_cpu_pages: _Optional[int] = ..., gen_throughput: _Optional[float] = ..., iterations: _Optional[_Mapping[str, int]] = ..., num_gpu_decodes: _Optional[int] = ..., num_cpu_decodes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_swap_outs: _Optional[int] = ..., num_swap_ins: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_voided_rows: _Optional[int] = ..., num_wasted_rows: _Optional[int] = ..., max_skipped_iterations: _Optional[int] = ..., cost_corrections: _Optional[_Mapping[str, float]] = ..., median_prediction_error: _Optional[float] = ...) -> None: ...
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    num_used_cpu_tokens: int
+    max_total_num_cpu_tokens: int
+    cpu_token_usage: float
+    num_cpu_reqs: int
+    num_waiting_tokens: int
+    max_model_len: int
+    max_running_reqs: int
+    block_size: int
+    cpu_kv_page_size: int
+    num_cpu_attn_workers: int
+    num_prompt_tokens: int
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_used_gpu_blocks: _Optional[int] = ..., num_total_gpu_blocks: _Optional[int] = ..., num_used_cpu_pages: _Optional[int] = ..., num_total_cpu_pages: _Optional[int] = ..., gen_throughput: _Optional[float] = ..., iterations: _Optional[_Mapping[str, int]] = ..., num_gpu_decodes: _Optional[int] = ..., num_cpu_decodes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_swap_outs: _Optional[int] = ..., num_swap_ins: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_voided_rows: _Optional[int] = ..., num_wasted_rows: _Optional[int] = ..., max_skipped_iterations: _Optional[int] = ..., cost_corrections: _Optional[_Mapping[str, float]] = ..., median_prediction_error: _Optional[float] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., num_used_cpu_tokens: _Optional[int] = ..., max_total_num_cpu_tokens: _Optional[int] = ..., cpu_token_usage: _Optional[float] = ..., num_cpu_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_reqs: _Optional[int] = ..., block_size: _Optional[int] = ..., cpu_kv_page_size: _Optional[int] = ..., num_cpu_attn_workers: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...

@@ -50,7 +50,9 @@ class Process:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=REPO)
         self.workers: list[subprocess.Popen[bytes]] = []
         found = self.until(
-            lambda: re.search(r"listening on (\S+), control on (\S+)", self.log_path.read_text())
+            lambda: re.search(
+                r"listening on (\S+), control on ([^\s\"]+)", self.log_path.read_text()
+            )
         )
         self.address, self.control = found.groups()
         self.channel = grpc.insecure_channel(self.address)
