@@ -19,6 +19,7 @@ from cpu_attn_worker.core_leases import lease_cores, running_on
 from neo_native import AttentionWorker, Control, active_isa, segments
 from neo_native.lifetime import die_with_parent
 from protos import control_pb2, control_pb2_grpc
+from protos.credentials import key_metadata
 
 logger = logging.getLogger("cpu_attn_worker")
 
@@ -134,7 +135,10 @@ def _register(server_address: str) -> control_pb2.RegisterCpuAttnWorkerResponse:
         stub = control_pb2_grpc.ControlStub(channel)
         try:
             response: control_pb2.RegisterCpuAttnWorkerResponse = stub.RegisterCpuAttnWorker(
-                request, timeout=REGISTER_TIMEOUT_S, wait_for_ready=True
+                request,
+                timeout=REGISTER_TIMEOUT_S,
+                wait_for_ready=True,
+                metadata=key_metadata(),
             )
         except grpc.RpcError as error:
             raise WorkerError(f"registering with {server_address}: {error}") from error

@@ -18,6 +18,7 @@ from neo_native.lifetime import die_with_parent
 from neo_native.segments import SegmentSet, attach_all, gpu_worker_byte
 from protos import control_pb2, control_pb2_grpc
 from protos.config import EngineConfig
+from protos.credentials import key_metadata
 from protos.model_config import UnsupportedModelError
 
 logger = logging.getLogger("gpu_worker")
@@ -48,6 +49,7 @@ def register(stub: control_pb2_grpc.ControlStub, rank: int) -> tuple[EngineConfi
         control_pb2.RegisterGpuWorkerRequest(pid=os.getpid(), rank=rank),
         timeout=CONTROL_TIMEOUT_S,
         wait_for_ready=True,
+        metadata=key_metadata(),
     )
     config = EngineConfig.model_validate_json(response.config_json)
     segments = attach_all(response.segments.instance_id, response.segments.shm_dir or None)
@@ -70,7 +72,7 @@ def serve(server: str, rank: int, leave: LeaveFlag) -> None:
             profile_json=worker.profile(),
             plan_modes=PLAN_MODES,
         )
-        stub.ReportGpuReady(ready, timeout=CONTROL_TIMEOUT_S)
+        stub.ReportGpuReady(ready, timeout=CONTROL_TIMEOUT_S, metadata=key_metadata())
     logger.info("ready on %s, %d GPU blocks", device_name(worker.device), worker.num_gpu_blocks)
     worker.run()
 

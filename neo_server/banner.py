@@ -78,16 +78,19 @@ def rows(options: Options, resolved: Resolved) -> list[tuple[str, str, str]]:
 
 
 def _ports(options: Options) -> list[tuple[str, str, str]]:
-    http = (
-        ("http port", "none", "--http-port opens one")
-        if options.http_port is None
-        else ("http port", f"{options.http_host or options.host}:{options.http_port}", "")
-    )
+    target = options.http_target
+    tls = "" if options.ssl_certfile is None else "TLS; "
     return [
-        ("port", f"{options.host}:{options.port}", "0: chosen by the system, see the log"),
-        http,
-        ("control port", f"{options.control_host}:{options.control_port}", "for workers"),
+        ("port", _shown(options.host, options.port), f"{tls}0: chosen by the system, see the log"),
+        ("http port", _shown(*target), tls.removesuffix("; "))
+        if target
+        else ("http port", "none", "--http-port opens one"),
+        ("control port", _shown(options.control_host, options.control_port), "for workers"),
     ]
+
+
+def _shown(host: str, port: int) -> str:
+    return host if host.startswith("unix:") else f"{host}:{port}"
 
 
 def _tokenizer(resolved: Resolved) -> list[tuple[str, str, str]]:

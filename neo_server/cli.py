@@ -19,6 +19,7 @@ from neo_server.launch import Device, Options, resolve
 from neo_server.log import log_to
 from neo_server.options import DEFAULT_CONTROL_PORT, CpuCacheSize
 from protos import control_pb2, control_pb2_grpc
+from protos.credentials import key_metadata
 
 app = typer.Typer(
     name="neo",
@@ -118,13 +119,16 @@ def cpu_attn_worker(
 def scale(
     cpu_attn_workers: Annotated[int, typer.Option(help="How many the server runs.", min=0)],
     server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="NEO_API_KEY", help="The server's, where it has one.")
+    ] = None,
 ) -> None:
     """Changes the number of cpu-attention workers while requests run."""
     try:
         with grpc.insecure_channel(server) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             request = control_pb2.ScaleRequest(cpu_attn_workers=cpu_attn_workers)
-            reply = stub.Scale(request, timeout=10.0)
+            reply = stub.Scale(request, timeout=10.0, metadata=key_metadata(api_key))
     except grpc.RpcError as error:
         _fail(error)
     typer.echo(f"cpu-attention workers: {reply.previous} -> {cpu_attn_workers}")

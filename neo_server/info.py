@@ -34,6 +34,7 @@ def server_info(state: ServerState) -> pb.GetServerInfoResponse:
         status=state.trouble(),
         services=SERVICES,
         http_address=state.http_address,
+        uses_tls=options.ssl_certfile is not None,
         requires_api_key=options.api_key is not None,
         max_num_queued_reqs=options.max_num_queued_reqs,
         max_num_queued_tokens=options.max_num_queued_tokens,

@@ -23,6 +23,8 @@ from neo_server.host_memory import FreeMemory, Need, auto_size, free_memory
 from neo_server.options import Device, LoadFormat, Options
 from neo_server.plan import Place
 from neo_server.policies import load_policy
+from neo_server.tls import Tls
+from neo_server.unix_socket import socket_path
 from protos.config import (
     CacheConfig,
     DType,
@@ -129,7 +131,14 @@ def _check_flags(options: Options) -> None:
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
-    if options.http_host is not None and options.http_port is None:
+    for host in filter(None, (options.host, options.http_host, options.control_host)):
+        socket_path(host)
+    Tls.of(options)
+    if options.uds is not None and (options.http_host or options.http_port is not None):
+        raise ConfigurationError(
+            f"--uds is {options.uds}; HTTP has one address: no --http-port, no --http-host"
+        )
+    if options.http_host is not None and options.http_target is None:
         raise ConfigurationError(
             f"--http-host is {options.http_host}; without --http-port there is no HTTP"
         )

@@ -38,12 +38,25 @@ class Options:
             "Llama-2-7B, Llama-3.1-8B or Llama-3.1-70B."
         ),
     ]
-    host: str = "127.0.0.1"
+    host: Annotated[
+        str,
+        Option(help="Of gRPC; unix:///path: a Unix domain socket, and --port counts for nothing."),
+    ] = "127.0.0.1"
     port: Annotated[int, Option(help="0: any free port.")] = 50051
     http_port: Annotated[
         int | None, Option(help="Of the OpenAI API; 0: any free port. Default: no HTTP.")
     ] = None
-    http_host: Annotated[str | None, Option(help="Default: --host.")] = None
+    http_host: Annotated[
+        str | None,
+        Option(help="Default: --host, or 127.0.0.1 where that is a socket; may be unix:///path."),
+    ] = None
+    uds: Annotated[
+        Path | None, Option(help="The OpenAI API on this Unix domain socket, as in vLLM.")
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, Option(help="PEM; gRPC and HTTP are encrypted. Needs --ssl-keyfile.")
+    ] = None
+    ssl_keyfile: Annotated[Path | None, Option(help="PEM, without a password.")] = None
     control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
     control_port: Annotated[int, Option(help="0: any free port.")] = DEFAULT_CONTROL_PORT
     address_file: Annotated[
@@ -135,3 +148,15 @@ class Options:
         bool, Option(help="--no-...: `neo gpu-worker` is started by hand.")
     ] = True
     seed: Annotated[int, Option(help="Of dummy weights.")] = 0
+
+    @property
+    def http_target(self) -> tuple[str, int] | None:
+        """Host and port of HTTP; the port of ``unix:///path`` is 0. None: there is no HTTP."""
+        host = f"unix://{self.uds.absolute()}" if self.uds is not None else self.http_host
+        if host is not None and host.startswith("unix:"):
+            return host, 0
+        if self.http_port is None:
+            return None
+        if host is None:
+            host = "127.0.0.1" if self.host.startswith("unix:") else self.host
+        return host, self.http_port

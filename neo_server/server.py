@@ -34,8 +34,10 @@ from neo_server.stats_log import StatsLog, log_sizes
 from neo_server.supervisor import Supervisor, worker_command
 from neo_server.table_cost import ProfileTable, TableCost
 from neo_server.tasks import first_of, race
+from neo_server.tls import Tls
 from neo_server.tokenizer import AnyTokenizer, NoTokenizer, Tokenizer
 from protos.config import WorkerConfig
+from protos.credentials import API_KEY_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +87,10 @@ class Server:
             state = await self._open()
             assert state.supervisor is not None
             self.address = await self._listen(
-                public_server(state, self._health.servicer), self.options.host, self.options.port
+                public_server(state, self._health.servicer),
+                self.options.host,
+                self.options.port,
+                Tls.of(self.options),
             )
             await self._listen_http(state)
             _log.info("listening on %s, control on %s", self.address, self.control_address)
@@ -156,6 +161,8 @@ class Server:
             gpu=gpu,
         )
         await self._health.open()
+        if self.options.api_key is not None:
+            os.environ[API_KEY_VARIABLE] = self.options.api_key  # for the workers
         self.control_address = await self._listen(
             control_server(state), self.options.control_host, self.options.control_port
         )
@@ -171,19 +178,22 @@ class Server:
         state.supervisor.start(config.worker.cpu_attn_workers)
         return state
 
-    async def _listen(self, server: grpc.aio.Server, host: str, port: int) -> str:
-        address = await listen(server, host, port)
+    async def _listen(
+        self, server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None
+    ) -> str:
+        address = await listen(server, host, port, tls)
         self._servers.append(server)
         return address
 
     async def _listen_http(self, state: ServerState) -> None:
         """Where it is asked for: its packages are imported only then."""
-        if self.options.http_port is None:
+        target = self.options.http_target
+        if target is None:
             return
         from neo_server.http.server import HttpServer, make_app
 
         app = make_app(state, prompt_bytes(state))
-        http = HttpServer(app, self.options.http_host or self.options.host, self.options.http_port)
+        http = HttpServer(app, *target, Tls.of(self.options))
         self._servers.append(http)
         self.http_address = state.http_address = http.address
         await http.start()

@@ -26,7 +26,8 @@ app = typer.Typer(
 # What is for clients of a server.
 _PUBLIC = (
     *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout", "log_stats_interval"),
+    *("uds", "ssl_certfile", "ssl_keyfile", "log_format"),
 )
 _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +18,8 @@ from neo_server.errors import ConfigurationError
 from neo_server.http.api import Api
 from neo_server.http.errors import handle_errors
 from neo_server.state import ServerState
+from neo_server.tls import Tls
+from neo_server.unix_socket import address_of, claim, socket_path
 
 _BACKLOG = 2048
 _LEAST_GRACE_S = 0.1  # connections that nothing runs on close in it
@@ -72,17 +75,17 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Listens from ``start`` to ``stop``."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        """Binds the address. Raises ``ConfigurationError``."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bracketed = f"[{host}]" if ":" in host else host
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {bracketed}:{port}: {error}") from error
-        self.address = f"{bracketed}:{self._socket.getsockname()[1]}"
+    def __init__(self, app: FastAPI, host: str, port: int, tls: Tls | None = None) -> None:
+        """Binds the address; ``host`` may be ``unix:///path``. Raises ``ConfigurationError``."""
+        self._path = socket_path(host)
+        if self._path is None:
+            self._socket, self.address = _bind(host, port)
+        else:
+            self._socket, self.address = _bind_path(self._path)
         config = uvicorn.Config(
             app,
+            ssl_certfile=None if tls is None else tls.certfile,
+            ssl_keyfile=None if tls is None else str(tls.keyfile),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -101,9 +104,33 @@ class HttpServer:
 
     async def stop(self, grace: float | None) -> None:
         """Takes no new connection; answers that are not over after ``grace`` seconds end."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         if self._task is None:
             self._socket.close()
             return
         self._server.config.timeout_graceful_shutdown = grace or _LEAST_GRACE_S  # type: ignore[assignment]
         self._server.should_exit = True
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _bind(host: str, port: int) -> tuple[socket.socket, str]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bracketed = f"[{host}]" if ":" in host else host
+    try:
+        bound = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {bracketed}:{port}: {error}") from error
+    return bound, f"{bracketed}:{bound.getsockname()[1]}"
+
+
+def _bind_path(path: Path) -> tuple[socket.socket, str]:
+    claim(path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(str(path))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigurationError(f"cannot listen on {path}: {error}") from error
+    return bound, address_of(path)

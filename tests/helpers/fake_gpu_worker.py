@@ -152,6 +152,7 @@ def main() -> None:
     from protos import control_pb2 as pb
     from protos import control_pb2_grpc as rpc
     from protos.config import EngineConfig
+    from protos.credentials import key_metadata
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
@@ -162,7 +163,9 @@ def main() -> None:
         raise SystemExit(7)
     with grpc.insecure_channel(arguments.server) as channel:
         stub = rpc.ControlStub(channel)
-        reply = stub.RegisterGpuWorker(pb.RegisterGpuWorkerRequest(pid=os.getpid(), rank=0))
+        reply = stub.RegisterGpuWorker(
+            pb.RegisterGpuWorkerRequest(pid=os.getpid(), rank=0), metadata=key_metadata()
+        )
         attached = segments.attach_all(reply.segments.instance_id, reply.segments.shm_dir or None)
         assert attached.try_lock(segments.gpu_worker_byte(0))
         config = EngineConfig.model_validate_json(reply.config_json)
@@ -178,9 +181,10 @@ def main() -> None:
             int(geometry["page_size"]),
             int(geometry["max_tokens"]),
         )
-        stub.ReportGpuReady(
-            pb.ReportGpuReadyRequest(pid=os.getpid(), rank=0, num_gpu_blocks=blocks, device="fake")
+        ready = pb.ReportGpuReadyRequest(
+            pid=os.getpid(), rank=0, num_gpu_blocks=blocks, device="fake"
         )
+        stub.ReportGpuReady(ready, metadata=key_metadata())
     while attached.is_locked(segments.SERVER_BYTE):
         if not steps.wait(0.2):
             continue

@@ -288,8 +288,10 @@ def test_a_deadline_also_ends_a_request_that_waits(tiny_model: Path, tmp_path: P
 def test_with_an_api_key_only_health_answers_without_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = Process(tiny_model, tmp_path, "--api-key", "sesame")
+    process = Process(tiny_model, tmp_path, "--api-key", "sesame", "--cpu-attn-workers", "1")
     try:
+        assert process.worker().wait(30.0) != 0  # without the key
+        monkeypatch.setenv("NEO_API_KEY", "sesame")
         process.worker()
         process.until(process.address_file.exists)
         process.until(lambda: process.health() == SERVING)
@@ -305,7 +307,13 @@ def test_with_an_api_key_only_health_answers_without_it(
         key = (("authorization", "Bearer sesame"),)
         stream = process.stub.Generate(request_of([1], 4, 5), metadata=key)
         assert tokens_of(stream) == generate(5, [1], 4)
-        monkeypatch.setenv("NEO_API_KEY", "sesame")
+        process.until(
+            lambda: process.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=key).workers[1:]
+        )
+        arguments = ["scale", "--server", process.control, "--cpu-attn-workers", "0"]
+        refused = CliRunner().invoke(app, [*arguments, "--api-key", "wrong"])
+        assert (refused.exit_code, "UNAUTHENTICATED" in refused.output) == (1, True)
+        assert CliRunner().invoke(app, arguments).exit_code == 0
         arguments = ["generate", "the fox", "--server", process.address, "--max-tokens", "2"]
         assert CliRunner().invoke(app, arguments).exit_code == 0
         assert "sesame" not in process.log_path.read_text()
