@@ -15,7 +15,8 @@ from neo_server.service_names import SERVICES
 from neo_server.state import ServerState
 from neo_server.tls import Tls
 from neo_server.unix_socket import address_of, claim, socket_path
-from protos import control_pb2_grpc, inference_pb2_grpc
+from neo_server.vllm_engine import VllmEngineService
+from protos import control_pb2_grpc, inference_pb2_grpc, vllm_engine_pb2_grpc
 
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
 _MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
@@ -47,7 +48,7 @@ def control_server(state: ServerState) -> grpc.aio.Server:
 
 
 def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server:
-    """``Inference``, health and reflection."""
+    """``Inference``, ``VllmEngine``, health and reflection."""
     limit = min(prompt_bytes(state) + _MESSAGE_ROOM, (1 << 31) - 1)
     max_num_seqs = state.resolved.config.scheduler.max_num_seqs
     server = grpc.aio.server(
@@ -62,6 +63,8 @@ def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server
     )
     register = inference_pb2_grpc.add_InferenceServicer_to_server
     register(InferenceService(state), server)  # type: ignore[no-untyped-call]
+    register = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
+    register(VllmEngineService(state), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

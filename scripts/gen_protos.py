@@ -10,7 +10,10 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTOS = ("protos/inference.proto", "protos/control.proto")
+PROTOS = (
+    *("protos/inference.proto", "protos/control.proto"),
+    *("protos/vllm_engine.proto", "protos/smg_common.proto"),
+)
 
 
 def generate(out: Path) -> None:

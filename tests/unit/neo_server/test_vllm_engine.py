@@ -1,0 +1,322 @@
+"""The gateway's protocol, by a client that is generated from protos/vllm_engine.proto."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from neo_server.admission import sampling_of
+from neo_server.vllm_request import generate_request
+from protos import smg_common_pb2 as common
+from protos import vllm_engine_pb2 as pb
+from protos import vllm_engine_pb2_grpc as rpc
+from tests.helpers.fake_gpu_worker import generate
+from tests.unit.neo_server.test_server_process import Process
+from tests.unit.neo_server.test_tokenizer import byte_level
+
+# As in lightseekorg/smg, crates/grpc_client/proto/vllm_engine.proto: name, number, type; "?":
+# presence is explicit, "*": repeated.
+FIELDS = {
+    "GenerateRequest": "request_id 1 string, tokenized 2 message?, text 3 string?, "
+    "sampling_params 4 message?, stream 5 bool, kv_transfer_params 6 message?, "
+    "mm_inputs 7 message?, kv_transfer_params_json 8 string?, data_parallel_rank 9 int32?",
+    "TokenizedInput": "original_text 1 string, input_ids 2 uint32*",
+    "SamplingParams": "temperature 1 float?, top_p 2 float, top_k 3 uint32, min_p 4 float, "
+    "frequency_penalty 5 float, presence_penalty 6 float, repetition_penalty 7 float, "
+    "max_tokens 8 uint32?, min_tokens 9 uint32, stop 10 string*, stop_token_ids 11 uint32*, "
+    "skip_special_tokens 12 bool, spaces_between_special_tokens 13 bool, ignore_eos 14 bool, "
+    "n 15 uint32, json_schema 16 string?, regex 17 string?, grammar 18 string?, "
+    "structural_tag 19 string?, json_object 20 bool?, choice 21 message?, logprobs 22 int32?, "
+    "prompt_logprobs 23 int32?, seed 24 int32?, include_stop_str_in_output 25 bool, "
+    "logit_bias 26 message*, truncate_prompt_tokens 27 int32?",
+    "ChoiceConstraint": "choices 1 string*",
+    "KvTransferParams": "remote_host 1 string, remote_port 2 uint32",
+    "OutputLogProbs": "token_logprobs 1 float*, token_ids 2 uint32*, top_logprobs 3 message*",
+    "InputLogProbs": "token_logprobs 1 message*, token_ids 2 uint32*, top_logprobs 3 message*",
+    "InputTokenLogProb": "value 1 float?",
+    "TopLogProbs": "values 1 float*, token_ids 2 uint32*",
+    "GenerateResponse": "chunk 1 message?, complete 2 message?",
+    "GenerateStreamChunk": "token_ids 1 uint32*, prompt_tokens 2 uint32, "
+    "completion_tokens 3 uint32, cached_tokens 4 uint32, output_logprobs 5 message?, "
+    "input_logprobs 6 message?, index 7 uint32",
+    "GenerateComplete": "output_ids 1 uint32*, finish_reason 2 string, prompt_tokens 3 uint32, "
+    "completion_tokens 4 uint32, cached_tokens 5 uint32, output_logprobs 6 message?, "
+    "input_logprobs 7 message?, index 8 uint32, kv_transfer_params 9 message?, "
+    "matched_token_id 10 uint32?, matched_stop_str 11 string?, kv_transfer_params_json 12 string?",
+    "HealthCheckResponse": "healthy 1 bool, message 2 string",
+    "AbortRequest": "request_ids 1 string*",
+    "GetModelInfoResponse": "model_path 1 string, is_generation 2 bool, "
+    "max_context_length 3 uint32, vocab_size 4 uint32, supports_vision 5 bool, "
+    "served_model_name 6 string, tokenizer_path 7 string, model_type 8 string, "
+    "architectures 9 string*, eos_token_ids 10 int32*, pad_token_id 11 int32, "
+    "bos_token_id 12 int32, max_req_input_len 13 int32, default_sampling_params_json 14 string",
+    "GetServerInfoResponse": "active_requests 1 uint32, is_paused 2 bool, "
+    "last_receive_timestamp 3 double, uptime_seconds 4 double, server_type 5 string, "
+    "kv_connector 6 string, kv_role 7 string, kv_engine_id 8 string, data_parallel_size 9 int32, "
+    "shm_namespace_id 10 string, supports_rdma_pull 11 bool",
+    "GetLoadsRequest": "dp_rank 1 int32?, include 2 string*",
+    "GetLoadsResponse": "timestamp 1 string, version 2 string, dp_rank_count 3 int32, "
+    "loads 4 message*",
+    "SchedulerLoad": "dp_rank 1 int32, num_running_reqs 2 int32, num_waiting_reqs 3 int32, "
+    "num_total_reqs 4 int32, num_used_tokens 5 int32, max_total_num_tokens 6 int32, "
+    "token_usage 7 double, gen_throughput 8 double, cache_hit_rate 9 double, "
+    "utilization 10 double, max_running_requests 11 int32",
+}
+KINDS = {
+    getattr(FieldDescriptor, f"TYPE_{name.upper()}"): name
+    for name in ("string", "message", "bool", "int32", "uint32", "float", "double")
+}
+
+
+def shape(field: Any) -> str:
+    mark = "*" if field.is_repeated else "?" * field.has_presence
+    return f"{field.name} {field.number} {KINDS[field.type]}{mark}"
+
+
+@pytest.mark.parametrize("message", FIELDS)
+def test_messages_are_those_of_the_gateway_on_the_wire(message: str) -> None:
+    fields = pb.DESCRIPTOR.message_types_by_name[message].fields
+    found = sorted(map(shape, fields), key=lambda text: int(text.split()[1]))
+    assert found == FIELDS[message].split(", ")
+
+
+def test_the_service_is_the_gateways() -> None:
+    service = pb.DESCRIPTOR.services_by_name["VllmEngine"]
+    assert service.full_name == "vllm.grpc.engine.VllmEngine"
+    streams = {method.name: method.server_streaming for method in service.methods}
+    assert streams == {
+        "Generate": True,
+        "HealthCheck": False,
+        "Abort": False,
+        "GetModelInfo": False,
+        "GetServerInfo": False,
+        "GetLoads": False,
+        "GetTokenizer": True,
+    }
+    assert not any(method.client_streaming for method in service.methods)
+
+
+class Client:
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.stub = rpc.VllmEngineStub(process.channel)
+
+    def generate(
+        self, request: pb.GenerateRequest
+    ) -> tuple[list[pb.GenerateStreamChunk], pb.GenerateComplete]:
+        """Chunks, and the complete that is last."""
+        *chunks, last = self.stub.Generate(request, timeout=60.0)
+        assert last.WhichOneof("response") == "complete"
+        assert all(one.WhichOneof("response") == "chunk" for one in chunks)
+        return [one.chunk for one in chunks], last.complete
+
+
+def request_of(
+    ids: list[int], count: int, seed: int, stream: bool = False, **params: Any
+) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=ids),
+        sampling_params=pb.SamplingParams(
+            max_tokens=count, seed=seed, **{"ignore_eos": True, **params}
+        ),
+        stream=stream,
+    )
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    process = Process(tiny_model, tmp_path_factory.mktemp("gateway"))
+    process.worker()
+    process.until(process.address_file.exists)
+    yield Client(process)
+    process.close()
+
+
+def test_without_stream_there_is_one_complete(client: Client) -> None:
+    chunks, complete = client.generate(request_of([1, 2, 3], 30, seed=7))
+    assert chunks == []
+    assert list(complete.output_ids) == generate(7, [1, 2, 3], 30)
+    assert (complete.prompt_tokens, complete.completion_tokens) == (3, 30)
+    assert complete.finish_reason == "length"
+    assert complete.WhichOneof("matched_stop") is None
+
+
+def test_a_stream_has_deltas_and_its_complete_repeats_the_last(client: Client) -> None:
+    chunks, complete = client.generate(request_of([1, 2, 3], 30, seed=7, stream=True))
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    assert ids == generate(7, [1, 2, 3], 30)
+    assert all(chunk.completion_tokens == len(chunk.token_ids) > 0 for chunk in chunks)
+    assert {chunk.prompt_tokens for chunk in chunks} == {3}
+    assert list(complete.output_ids) == list(chunks[-1].token_ids)
+    assert complete.completion_tokens == len(complete.output_ids)
+    assert complete.prompt_tokens == 3
+
+
+def test_text_is_tokenised_as_any_prompt_and_a_negative_seed_is_one_of_its_own(
+    client: Client,
+) -> None:
+    ids = byte_level().encode("the fox")
+    request = request_of([], 12, seed=-1)
+    request.text = "the fox"
+    _, complete = client.generate(request)
+    assert complete.prompt_tokens == len(ids)
+    assert list(complete.output_ids) == generate(2**64 - 1, ids, 12)
+
+
+def test_what_stopped_it_is_told_unless_it_is_the_models_own_end(client: Client) -> None:
+    tokens = generate(5, [9, 9], 40)
+    stop = tokens[12]
+    assert stop not in tokens[:12]
+    _, complete = client.generate(request_of([9, 9], 40, seed=5, stop_token_ids=[stop]))
+    assert complete.finish_reason == "stop"
+    assert complete.matched_token_id == stop
+    assert list(complete.output_ids) == tokens[:13]
+    text = byte_level().decode(tokens)
+    found = next(part for part in text if text.index(part) > 3 and part.isascii())
+    _, complete = client.generate(request_of([9, 9], 40, seed=5, stop=[found]))
+    assert (complete.finish_reason, complete.matched_stop_str) == ("stop", found)
+    assert complete.completion_tokens < 40
+
+
+def test_unset_means_a_temperature_and_top_p_of_one() -> None:
+    message = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(seed=1))
+    found = sampling_of(generate_request(message).sampling_params)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1.0, 1.0, 0, 0.0)
+    message.sampling_params.temperature = 0.0
+    assert sampling_of(generate_request(message).sampling_params).temperature == 0.0
+    assert not generate_request(message).stop_conditions.HasField("max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"frequency_penalty": 0.5}, ["frequency_penalty", "0.5"]),
+        ({"presence_penalty": -1.0}, ["presence_penalty", "-1.0"]),
+        ({"repetition_penalty": 1.1}, ["repetition_penalty", "1.1"]),
+        ({"n": 2}, ["n is 2"]),
+        ({"logprobs": 0}, ["logprobs is 0"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs is 1"]),
+        ({"logit_bias": {3: 1.0}}, ["logit_bias"]),
+        ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens is 5"]),
+        ({"json_schema": "{}"}, ["json_schema"]),
+        ({"json_object": True}, ["json_object is True"]),
+        ({"choice": {"choices": ["a"]}}, ["choice", "a"]),
+        ({"temperature": float("nan")}, ["temperature is nan"]),
+        ({"top_p": 1.5}, ["top_p is 1.5"]),
+        ({"top_k": 2**31}, ["top_k", str(2**31)]),
+        ({"max_tokens": 0}, ["max_tokens is 0"]),
+        ({"stop_token_ids": [400]}, ["stop_token_ids", "400"]),
+    ],
+)
+def test_what_this_server_does_not_do_is_refused_by_name(
+    client: Client, params: dict[str, Any], words: list[str]
+) -> None:
+    request = request_of([1, 2], 5, seed=1)
+    request.sampling_params.MergeFrom(pb.SamplingParams(**params))
+    refused(client, request, words)
+    _, complete = client.generate(request_of([1, 2], 5, seed=1))
+    assert list(complete.output_ids) == generate(1, [1, 2], 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mm_inputs": pb.MultimodalInputs()}, ["mm_inputs"]),
+        ({"kv_transfer_params": pb.KvTransferParams(remote_host="h")}, ["kv_transfer_params"]),
+        ({"kv_transfer_params_json": "{}"}, ["kv_transfer_params_json"]),
+        ({"data_parallel_rank": 1}, ["data_parallel_rank is 1"]),
+        ({"tokenized": pb.TokenizedInput()}, ["prompt has 0 tokens"]),
+        ({"tokenized": pb.TokenizedInput(input_ids=[400])}, ["token id", "400"]),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_name(
+    client: Client, fields: dict[str, Any], words: list[str]
+) -> None:
+    request = request_of([1, 2], 5, seed=1)
+    for name, value in fields.items():
+        request.ClearField(name)
+        request.MergeFrom(pb.GenerateRequest(**{name: value}))
+    refused(client, request, words)
+    refused(client, pb.GenerateRequest(request_id="r"), ["input is unset"])
+
+
+def refused(client: Client, request: pb.GenerateRequest, words: list[str]) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Generate(request, timeout=10.0))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in caught.value.details() for word in words), caught.value.details()
+
+
+def test_abort_and_cancel_free_both_caches(client: Client) -> None:
+    process = client.process
+    os.kill(process.workers[0].pid, signal.SIGSTOP)
+    requests = [request_of([i, 4], 200, seed=i, stream=True) for i in range(4)]
+    for i, request in enumerate(requests):
+        request.request_id = f"gateway-{i}"
+    streams = [client.stub.Generate(request, timeout=60.0) for request in requests]
+    process.until(lambda: process.loads().num_running_reqs + process.loads().num_waiting_reqs == 4)
+    assert client.stub.GetServerInfo(pb.GetServerInfoRequest()).active_requests == 4
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Generate(requests[0], timeout=10.0))
+    assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
+    ids = [request.request_id for request in requests[:2]]
+    client.stub.Abort(pb.AbortRequest(request_ids=[*ids, "unknown"]), timeout=10.0)
+    for stream in streams[:2]:
+        assert list(stream)[-1].complete.finish_reason == "abort"
+    for stream in streams[2:]:
+        stream.cancel()
+    os.kill(process.workers[0].pid, signal.SIGCONT)
+    process.until(process.caches_are_empty)
+    assert process.loads().num_running_reqs == process.loads().num_waiting_reqs == 0
+
+
+def test_the_gateway_learns_of_the_model_the_server_and_its_load(
+    client: Client, tiny_model: Path
+) -> None:
+    health = client.stub.HealthCheck(pb.HealthCheckRequest(), timeout=10.0)
+    assert (health.healthy, health.message) == (True, "serving")
+    model = client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10.0)
+    assert model.is_generation
+    assert not model.supports_vision
+    assert model.model_path == model.tokenizer_path == model.served_model_name == str(tiny_model)
+    assert (model.max_context_length, model.max_req_input_len) == (256, 255)
+    assert (model.vocab_size, list(model.eos_token_ids)) == (400, [399])
+    assert (model.model_type, list(model.architectures)) == ("llama", ["LlamaForCausalLM"])
+    info = client.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10.0)
+    assert info.data_parallel_size == 1
+    assert info.uptime_seconds > 0
+    loads = client.stub.GetLoads(pb.GetLoadsRequest(), timeout=10.0)
+    (load,) = loads.loads
+    assert loads.dp_rank_count == 1
+    own = client.process.loads()
+    assert load.max_total_num_tokens == own.max_total_num_tokens + own.max_total_num_cpu_tokens
+    assert load.max_running_requests == own.max_running_reqs
+    assert not client.stub.GetLoads(pb.GetLoadsRequest(dp_rank=1), timeout=10.0).loads
+
+
+def test_the_tokenizer_comes_as_an_archive(client: Client, tiny_model: Path) -> None:
+    chunks = list(client.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=10.0))
+    data = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+    assert not any(chunk.sha256 for chunk in chunks[:-1])
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert sorted(archive.namelist()) == ["config.json", "tokenizer.json"]
+        assert archive.read("tokenizer.json") == (tiny_model / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["Embed", "SubscribeKvEvents"])
+def test_what_is_not_served_is_unimplemented(client: Client, method: str) -> None:
+    call = client.process.channel.unary_stream(f"/vllm.grpc.engine.VllmEngine/{method}")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call(b"", timeout=10.0))
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
