@@ -181,7 +181,8 @@ def main() -> None:
         stub.ReportGpuReady(
             pb.ReportGpuReadyRequest(pid=os.getpid(), rank=0, num_gpu_blocks=blocks, device="fake")
         )
-    while attached.is_locked(segments.SERVER_BYTE):
+    given_up = segments.gpu_given_up_byte(0)
+    while attached.is_locked(segments.SERVER_BYTE) and not attached.is_locked(given_up):
         if not steps.wait(0.2):
             continue
         step = steps.front()
