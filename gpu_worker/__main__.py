@@ -11,6 +11,7 @@ from types import FrameType
 
 import grpc
 
+from gpu_worker.abandonment import end_when_abandoned
 from gpu_worker.errors import GpuWorkerError
 from gpu_worker.worker import PLAN_MODES, GpuWorker, device_name
 from neo_native import NativeError, logs
@@ -63,6 +64,7 @@ def serve(server: str, rank: int, leave: LeaveFlag) -> None:
     with grpc.insecure_channel(server) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         config, segments = register(stub, rank)
+        end_when_abandoned(segments, rank)
         worker = GpuWorker(config, segments, rank, leave)
         ready = control_pb2.ReportGpuReadyRequest(
             pid=os.getpid(),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpu_worker import ops
+from gpu_worker.abandonment import is_abandoned
 from gpu_worker.backends import Parts, make_backend
 from gpu_worker.errors import DeviceError
 from gpu_worker.executor import Outcome
@@ -18,7 +19,7 @@ from gpu_worker.model import LlamaModel
 from gpu_worker.profiler import WORKERS_WAIT_S, load_or_profile, profile_key
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
 from neo_native import Array, Control, ResultProducer, StepConsumer
-from neo_native.segments import SERVER_BYTE, SegmentSet
+from neo_native.segments import SegmentSet
 from protos.config import EngineConfig
 from protos.model_config import ModelConfig
 
@@ -104,12 +105,8 @@ class GpuWorker:
         logger.info("plans: %s", runner.summary())
 
     def leaving(self) -> bool:
-        """The server is gone or stopping, or a signal asked this process to leave."""
-        return (
-            self._asked_to_leave()
-            or self._control.stopping
-            or not self._segments.is_locked(SERVER_BYTE)
-        )
+        """Nobody waits for results any more, or a signal asked this process to leave."""
+        return self._asked_to_leave() or is_abandoned(self._segments, self._control, self._rank)
 
     def recv_plan(self, wait_s: float = POLL_S) -> Any:
         """The oldest plan on the step ring, or None when none came within ``wait_s``."""

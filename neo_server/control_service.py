@@ -36,6 +36,7 @@ class ControlService(rpc.ControlServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"gpu worker {self._state.gpu.pid} of rank {request.rank} is alive",
             )
+        self._state.memory.expect_gpu_worker()
         await self._state.gpu.prepare(request.pid)
         return pb.RegisterGpuWorkerResponse(
             segments=self._segments(), config_json=self._state.resolved.config.model_dump_json()
@@ -80,6 +81,13 @@ class ControlService(rpc.ControlServicer):
         """Sets how many cpu-attention workers the server itself runs."""
         if self._state.supervisor is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is starting")
+        if not self._state.options.spawn_cpu_attn_workers:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this server runs no cpu-attention workers itself (--no-spawn-cpu-attn-workers); "
+                "with Docker Compose: docker compose up --detach --no-recreate --scale "
+                f"cpu-attn-worker={request.cpu_attn_workers}",
+            )
         limit = self._state.memory.max_workers
         if request.cpu_attn_workers > limit:
             await context.abort(

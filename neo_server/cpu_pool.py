@@ -50,7 +50,8 @@ class CpuPool:
         ready = _ready(table)
         if self._voided is not None:
             before = self._voided
-            works = (table["pid"] != before["pid"]) | (table["tasks"] > before["tasks"])
+            # Another process counts from 0; its id may be the same in another container.
+            works = (table["pid"] != before["pid"]) | (table["tasks"] != before["tasks"])
             if (ready & works).any():
                 self._voided, self._voids = None, 0
             elif self._clock() < self._retry_at:

@@ -147,6 +147,10 @@ class Options:
     spawn_gpu_worker: Annotated[
         bool, Option(help="--no-...: `neo gpu-worker` is started by hand.")
     ] = True
+    spawn_cpu_attn_workers: Annotated[
+        bool,
+        Option(help="--no-...: as many as --cpu-attn-workers says are started by somebody else."),
+    ] = True
     seed: Annotated[int, Option(help="Of dummy weights.")] = 0
 
     @property

@@ -175,7 +175,8 @@ class Server:
             gpu.mark_dead,
             lambda: gpu.is_ready,
         )
-        state.supervisor.start(config.worker.cpu_attn_workers)
+        spawns = self.options.spawn_cpu_attn_workers
+        state.supervisor.start(config.worker.cpu_attn_workers if spawns else 0)
         return state
 
     async def _listen(
@@ -259,6 +260,7 @@ class Server:
 
     def _gpu_hangs(self) -> None:
         if self.state is not None and self.state.supervisor is not None:
+            self.state.memory.give_up_gpu_worker()
             self.state.supervisor.kill_gpu_worker()
 
     async def _drain(self, state: ServerState) -> None:

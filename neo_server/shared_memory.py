@@ -102,6 +102,14 @@ class SharedMemory:
         """Whether some process holds the gpu worker's lock."""
         return self._segments.is_locked(segments.gpu_worker_byte(0))
 
+    def give_up_gpu_worker(self) -> None:
+        """Asks a gpu worker that hangs to leave should it wake up: it may be nobody's child."""
+        self._segments.try_lock(segments.gpu_given_up_byte(0))
+
+    def expect_gpu_worker(self) -> None:
+        """Another one registers: it stays."""
+        segments.unlock(self._segments.fd, segments.gpu_given_up_byte(0))
+
     def set_stopping(self) -> None:
         """Every worker leaves."""
         self._control.set_stopping()

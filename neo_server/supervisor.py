@@ -164,7 +164,7 @@ class Supervisor:
             self._gpu_hung = True
             self._gpu.signal(signal.SIGKILL)
         else:
-            _log.error("the gpu worker hangs and is no child of this server: end it by hand")
+            _log.error("the gpu worker hangs and is no child of this server: it is told to leave")
 
     def scale(self, cpu_workers: int) -> int:
         """Sets how many cpu workers the server runs itself; returns the previous number."""

@@ -16,6 +16,7 @@ import struct
 SERVER_BYTE = 0
 _GPU_WORKER_BYTES = 1
 _CPU_WORKER_BYTES = 64
+_GPU_GIVEN_UP_BYTES = 4096
 
 _FLOCK = struct.Struct("hhxxxxqqixxxx")  # struct flock of 64-bit Linux
 
@@ -28,6 +29,11 @@ def gpu_worker_byte(rank: int) -> int:
 def cpu_worker_byte(row: int) -> int:
     """The lock byte of the cpu worker in row `row` of the worker table."""
     return _CPU_WORKER_BYTES + row
+
+
+def gpu_given_up_byte(rank: int) -> int:
+    """Locked by the server: the gpu worker of `rank` did not answer, and has to leave."""
+    return _GPU_GIVEN_UP_BYTES + rank
 
 
 def try_lock(fd: int, byte: int) -> bool:

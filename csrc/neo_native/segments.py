@@ -22,6 +22,7 @@ from neo_native.location import Location, SegmentsError
 from neo_native.locks import (
     SERVER_BYTE,
     cpu_worker_byte,
+    gpu_given_up_byte,
     gpu_worker_byte,
     is_locked,
     try_lock,
@@ -38,6 +39,7 @@ __all__ = [
     "clear_dead_workers",
     "cpu_worker_byte",
     "create_all",
+    "gpu_given_up_byte",
     "gpu_worker_byte",
     "is_locked",
     "reclaim_dead",

@@ -185,7 +185,8 @@ def main() -> None:
             pid=os.getpid(), rank=0, num_gpu_blocks=blocks, device="fake"
         )
         stub.ReportGpuReady(ready, metadata=key_metadata())
-    while attached.is_locked(segments.SERVER_BYTE):
+    given_up = segments.gpu_given_up_byte(0)
+    while attached.is_locked(segments.SERVER_BYTE) and not attached.is_locked(given_up):
         if not steps.wait(0.2):
             continue
         step = steps.front()

@@ -154,14 +154,16 @@ def test_it_registers_serves_plans_and_leaves_on_sigterm(
     assert not server.segments.is_locked(shm.gpu_worker_byte(0))
 
 
-@pytest.mark.parametrize("how", ["stopping", "lock"])
-def test_it_leaves_when_the_server_stops_or_is_gone(server: FakeServer, how: str) -> None:
+@pytest.mark.parametrize("how", ["stopping", "lock", "given up"])
+def test_it_leaves_when_nobody_waits_for_it(server: FakeServer, how: str) -> None:
     worker = server.start_worker()
     try:
         server.send(0, RowKind.PREFILL_GPU, 0, [5, 6])
         server.receive()
         if how == "stopping":
             server.control.set_stopping()
+        elif how == "given up":
+            server.segments.try_lock(shm.gpu_given_up_byte(0))
         else:
             shm.unlock(server.segments.fd, shm.SERVER_BYTE)
     finally:

@@ -51,6 +51,17 @@ def test_after_a_void_there_are_no_workers_until_one_works_or_is_new(
     assert pool.pool.live_workers() == 2
 
 
+def test_a_new_worker_with_the_id_of_the_old_one_counts() -> None:
+    """Every container's first process is number 1."""
+    pool = Pool()
+    pool.table["pid"][:2] = 1
+    pool.table["tasks"][:2] = 5
+    pool.pool.note_void()
+    assert pool.pool.live_workers() == 0
+    pool.table["tasks"][0] = 0
+    assert pool.pool.live_workers() == 2
+
+
 def test_a_pool_that_wakes_up_is_tried_again_and_less_and_less_often() -> None:
     pool = Pool()
     for pause in (1.0, 2.0, 4.0):

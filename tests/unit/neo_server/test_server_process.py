@@ -181,9 +181,11 @@ def test_a_lost_gpu_worker_is_followed_by_another_and_the_stream_goes_on(
     starting.until(starting.caches_are_empty)
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
 def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, end: signal.Signals
 ) -> None:
+    """One that wakes up, which a server cannot kill in another container, leaves by itself."""
     process = Process(tiny_model, tmp_path, "--plan-timeout", "0.5")
     try:
         worker = process.worker()
@@ -192,8 +194,8 @@ def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
         stream = process.stub.Generate(request_of([1, 4], 20, seed=3), timeout=120.0)
         next(stream)
         process.until(lambda: process.health() == NOT_SERVING)
-        worker.kill()
-        worker.wait()
+        worker.send_signal(end)
+        assert worker.wait(30.0) == (-end if end == signal.SIGKILL else 0)
         process.worker()
         assert tokens_of(stream) == generate(3, [1, 4], 20)
         process.until(lambda: process.health() == SERVING)
@@ -375,6 +377,29 @@ def test_more_workers_than_the_table_has_rows_are_refused(server: Process) -> No
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "1000" in result.output
+
+
+def test_a_server_that_runs_no_workers_does_not_scale_and_says_who_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--cpu-attn-workers", "2", "--no-spawn-cpu-attn-workers")
+    process = Process(tiny_model, tmp_path, *flags)
+    try:
+        request = control_pb2.ScaleRequest(cpu_attn_workers=3)
+        with (
+            grpc.insecure_channel(process.control) as channel,
+            pytest.raises(grpc.RpcError) as caught,
+        ):
+            control_pb2_grpc.ControlStub(channel).Scale(request, timeout=30.0)
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        words = ("docker compose up", "--scale cpu-attn-worker=3", "--no-spawn-cpu-attn-workers")
+        assert all(word in str(caught.value.details()) for word in words)
+        assert process.cpu_workers() == 0
+        process.worker()
+        process.until(process.address_file.exists)
+        assert tokens_of(process.stub.Generate(request_of([1], 4, 5))) == generate(5, [1], 4)
+    finally:
+        process.close()
 
 
 def test_the_same_request_id_twice_is_refused(server: Process) -> None:
