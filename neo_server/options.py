@@ -16,6 +16,11 @@ DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 KernelBackend = Literal["auto", "torch", "triton"]
 DEFAULT_CONTROL_PORT = 50052
+# Options that are for clients of a server.
+PUBLIC = (
+    *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout"),
+)
 CpuCacheSize = Annotated[
     float | None,
     Option(
