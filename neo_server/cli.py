@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 
 from neo_server.bench.commands import app as bench_app
-from neo_server.errors import ConfigurationError, NeoError
+from neo_server.errors import NeoError
 from neo_server.flags import takes
 from neo_server.launch import Device, Options, resolve
 from neo_server.log import log_to
@@ -55,8 +55,7 @@ def serve(options: Options) -> None:
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="Prompts; '-' reads one from stdin.")],
     server: Annotated[str, typer.Option(help="HOST:PORT")] = "127.0.0.1:50051",
-    chat: Annotated[bool, typer.Option(help="Apply the chat template of --model.")] = False,
-    model: Annotated[Path | None, typer.Option(help="Model directory, for --chat.")] = None,
+    chat: Annotated[bool, typer.Option(help="Apply the chat template of the model.")] = False,
     max_tokens: int | None = None,
     min_tokens: int = 0,
     temperature: float | None = None,
@@ -71,9 +70,11 @@ def generate(
     ] = None,
 ) -> None:
     """Streams completions of one or more prompts to the terminal."""
-    from neo_server.client import Sampling, run_client
+    from neo_server.client import Client
+    from neo_server.sampling import SamplingParams
+    from neo_server.terminal import print_answers
 
-    sampling = Sampling(
+    params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=temperature,
@@ -81,13 +82,14 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         seed=seed,
-        stop=tuple(stop or ()),
+        stop=stop,
         ignore_eos=ignore_eos,
     )
     texts = [sys.stdin.read() if text == "-" else text for text in prompt]
     try:
-        run_client(server, texts, sampling, model if chat else None, chat=chat, api_key=api_key)
-    except (grpc.RpcError, ConfigurationError, ValueError) as error:
+        with Client(server, api_key=api_key) as client:
+            print_answers(client, texts, params, chat=chat)
+    except NeoError as error:
         _fail(error)
 
 
@@ -212,6 +214,8 @@ def _become(module: str, server: str, *arguments: str) -> None:
 def _fail(error: Exception) -> None:
     if isinstance(error, grpc.Call):
         typer.echo(f"neo: {error.code().name}: {error.details()}", err=True)
+    elif isinstance(error, NeoError) and error.code is not grpc.StatusCode.INTERNAL:
+        typer.echo(f"neo: {error.code.name}: {error}", err=True)
     else:
         typer.echo(f"neo: {error}", err=True)
     raise typer.Exit(1)

@@ -8,6 +8,8 @@
     ├── UnknownModelError         NOT_FOUND            another model is served
     ├── DuplicateRequestError     ALREADY_EXISTS       the request id is in use
     ├── OverloadedError           RESOURCE_EXHAUSTED   the waiting queue is full
+    ├── DeadlineError             DEADLINE_EXCEEDED    the call's time is over
+    ├── CancelledRequestError     CANCELLED            by its client
     ├── UnavailableError          UNAVAILABLE
     │   ├── NotReadyError                              the model is still loading
     │   ├── ShuttingDownError                          the server takes no new work
@@ -65,6 +67,18 @@ class OverloadedError(NeoError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class DeadlineError(NeoError):
+    """The time that the call was given is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class CancelledRequestError(NeoError):
+    """The request was cancelled by its client."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
 class UnavailableError(NeoError):
     """Try again later, or elsewhere."""
 
@@ -106,3 +120,11 @@ class ConfigurationError(NeoError):
 def to_status(error: NeoError) -> tuple[grpc.StatusCode, str]:
     """The gRPC status of an error: code and message."""
     return error.code, str(error) or type(error).__name__
+
+
+def from_status(code: grpc.StatusCode, message: str) -> NeoError:
+    """What a client raises: of the classes right below ``NeoError`` the one with this status."""
+    for kind in NeoError.__subclasses__():
+        if vars(kind).get("code") is code:
+            return kind(message)
+    return NeoError(message if code is grpc.StatusCode.INTERNAL else f"{code.name}: {message}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from neo_server.admission import (
     check_length,
@@ -64,6 +64,31 @@ class Frontend:
             len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
+    async def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template.
+
+        Raises ``InvalidRequestError`` where there is no template, or it refuses the messages.
+        """
+        template = self._state.chat_template
+        if not messages:
+            raise InvalidRequestError("messages is empty; it must have at least one", "messages")
+        if template is None:
+            raise InvalidRequestError(
+                "messages is set; the model has no chat template: send a prompt", "messages"
+            )
+        try:
+            text = template.render(messages, add_generation_prompt=add_generation_prompt)
+            text.encode()  # JSON can spell lone surrogates
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                "messages has a lone surrogate; it must be Unicode", "messages"
+            ) from error
+        except ValueError as error:
+            raise InvalidRequestError(f"messages: {error}", "messages") from error
+        return await self.encode_chat(text)
+
     async def encode_chat(self, text: str) -> list[int]:
         """Token ids of a rendered chat template, with exactly one BOS.
 
@@ -91,8 +116,15 @@ class Frontend:
         if kind == "token_ids":
             check_length(len(message.token_ids.ids), limit, limit_name)
             return list(message.token_ids.ids)
+        if kind == "conversation":
+            messages = message.conversation.messages
+            return await self.encode_messages(
+                [{"role": one.role, "content": one.content} for one in messages]
+            )
         if kind is None:
-            raise InvalidRequestError("prompt is unset; it must be text or token_ids", "prompt")
+            raise InvalidRequestError(
+                "prompt is unset; it must be text, token_ids or conversation", "prompt"
+            )
         check_text(message.text, limit, limit_name, self._state.tokenizer.longest_token)
         return await self.encode(message.text)
 

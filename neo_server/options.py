@@ -17,6 +17,12 @@ LoadFormat = Literal["auto", "dummy"]
 KernelBackend = Literal["auto", "torch", "triton"]
 LogFormat = Literal["text", "json"]
 DEFAULT_CONTROL_PORT = 50052
+# Options that are for clients of a server.
+PUBLIC = (
+    *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout", "log_stats_interval"),
+    *("uds", "ssl_certfile", "ssl_keyfile", "log_format"),
+)
 CpuCacheSize = Annotated[
     float | None,
     Option(

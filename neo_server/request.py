@@ -86,6 +86,7 @@ class OutputStream:
         self._finish: Finish | None = None
         self._error: NeoError | None = None
         self._changed = asyncio.Event()
+        self._over = asyncio.Event()
 
     def push(self, text: str, token_ids: SequenceOf[int], finish: Finish | None = None) -> None:
         """Adds output; ``finish`` with the last of it."""
@@ -94,16 +95,23 @@ class OutputStream:
         self._token_ids.extend(token_ids)
         self._finish = finish
         self._changed.set()
+        if finish is not None:
+            self._over.set()
 
     def fail(self, error: NeoError) -> None:
-        """Ends the stream with an error."""
-        self._error = error
+        """Ends the stream with an error, the first one."""
+        self._error = self._error or error
         self._changed.set()
+        self._over.set()
 
     @property
     def pending_tokens(self) -> int:
         """Tokens that the reader has not taken yet."""
         return len(self._token_ids)
+
+    async def over(self) -> None:
+        """Waits until the request has ended; one ``next`` then takes the whole."""
+        await self._over.wait()
 
     async def next(self) -> Output:
         """Waits for output and takes all there is. Raises the error that ended the request."""

@@ -112,16 +112,18 @@ class Server:
         finally:
             await self._close()
 
-    async def offline(self, work: Work[T]) -> T:
+    async def offline(self, work: Work[T], *, signals: bool = True) -> T:
         """Runs ``work`` on a warm engine, without the public service; then ends everything.
 
         Raises what the work raises, ``NeoError`` when the engine or a worker fails meanwhile, and
-        ``CancelledError`` after SIGINT or SIGTERM.
+        ``CancelledError`` after SIGINT or SIGTERM. ``signals``: these are handled, which takes the
+        main thread.
         """
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        if signals:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         try:
             state = await self._open()
             assert state.supervisor is not None

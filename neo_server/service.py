@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import grpc
@@ -9,7 +10,7 @@ import grpc
 from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
 from neo_server.info import loads, model_info, server_info
-from neo_server.request import Finish, OutputStream, Request
+from neo_server.request import Finish, Request
 from neo_server.state import ServerState
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
@@ -31,7 +32,8 @@ class InferenceService(rpc.InferenceServicer):
         except NeoError as error:
             await _refuse(context, error)
         try:
-            await _stream(served, context)
+            async for message in responses(served):
+                await context.write(message)
         except NeoError as error:
             await _refuse(context, error)
         finally:
@@ -80,24 +82,18 @@ class InferenceService(rpc.InferenceServicer):
         return loads(self._state)
 
 
-async def _stream(served: Request, context: Context) -> None:
-    request_id, stream = served.request_id, served.stream
+async def responses(served: Request) -> AsyncIterator[pb.GenerateResponse]:
+    """What ``Generate`` sends; a slow reader gets fewer, larger deltas. Raises ``NeoError``."""
+    request_id, finish = served.request_id, None
     prompt_info = pb.PromptInfo(num_prompt_tokens=served.sequence.num_prompt)
-    await context.write(pb.GenerateResponse(request_id=request_id, prompt_info=prompt_info))
-    finish = None
+    yield pb.GenerateResponse(request_id=request_id, prompt_info=prompt_info)
     while finish is None:
-        finish = await _write_next(request_id, stream, context)
-    await context.write(
-        pb.GenerateResponse(request_id=request_id, finish_info=_finish_info(served, finish))
-    )
-
-
-async def _write_next(request_id: str, stream: OutputStream, context: Context) -> Finish | None:
-    output = await stream.next()
-    if output.text or output.token_ids:
-        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
-        await context.write(pb.GenerateResponse(request_id=request_id, delta=delta))
-    return output.finish
+        output = await served.stream.next()
+        finish = output.finish
+        if output.text or output.token_ids:
+            delta = pb.Delta(text=output.text, token_ids=output.token_ids)
+            yield pb.GenerateResponse(request_id=request_id, delta=delta)
+    yield pb.GenerateResponse(request_id=request_id, finish_info=_finish_info(served, finish))
 
 
 def _finish_info(served: Request, finish: Finish) -> pb.FinishInfo:

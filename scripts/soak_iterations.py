@@ -43,12 +43,12 @@ class Ended(OutputStream):
 
     def __init__(self, over: asyncio.Event) -> None:
         super().__init__()
-        self.over = over
+        self._ended = over
 
     def push(self, text: str, token_ids: object, finish: Finish | None = None) -> None:
         """See ``OutputStream``."""
         if finish is not None:
-            self.over.set()
+            self._ended.set()
 
     def fail(self, error: Exception) -> None:
         """See ``OutputStream``."""

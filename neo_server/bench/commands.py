@@ -18,22 +18,17 @@ from neo_server.errors import NeoError
 from neo_server.flags import takes
 from neo_server.launch import Options
 from neo_server.log import log_to
+from neo_server.options import PUBLIC
 
 app = typer.Typer(
     help="Measures the engine with its worker processes; JSON lines on stdout.",
     no_args_is_help=True,
 )
-# What is for clients of a server.
-_PUBLIC = (
-    *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout", "log_stats_interval"),
-    *("uds", "ssl_certfile", "ssl_keyfile", "log_format"),
-)
 _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 
 
 @app.command()
-@takes(Options, ThroughputFlags, without=_PUBLIC, defaults=_DEFAULTS)
+@takes(Options, ThroughputFlags, without=PUBLIC, defaults=_DEFAULTS)
 def throughput(options: Options, flags: ThroughputFlags) -> None:
     """All requests at once: requests and tokens per second, one line for each policy."""
     _run(lambda console: run_throughput(options, flags, console))
@@ -43,7 +38,7 @@ def throughput(options: Options, flags: ThroughputFlags) -> None:
 @takes(
     Options,
     LatencyFlags,
-    without=_PUBLIC,
+    without=PUBLIC,
     defaults=_DEFAULTS | {"scheduling_policy": "gpu-only"},
 )
 def latency(options: Options, flags: LatencyFlags) -> None:

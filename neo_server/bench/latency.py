@@ -16,11 +16,11 @@ from neo_server.banner import print_banner
 from neo_server.bench.device_rates import Rates, measure_rates
 from neo_server.bench.drive import Recorder, drive
 from neo_server.bench.floor import Floor, decode_floor, prefill_floor, shape_of
-from neo_server.bench.progress import progress
 from neo_server.bench.workload import lengths_of, prompts_of
 from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError
 from neo_server.launch import Options, Resolved, resolve
+from neo_server.progress import progress
 from neo_server.server import Server
 from neo_server.state import ServerState
 

@@ -17,11 +17,11 @@ from typer import Option
 from neo_server.banner import print_banner
 from neo_server.bench.counters import CpuWork, fresh_entries, work_between
 from neo_server.bench.drive import Recorder, drive
-from neo_server.bench.progress import progress
 from neo_server.bench.workload import Prompt, lengths_of, prompts_of
 from neo_server.engine import Engine
 from neo_server.launch import Options, resolve
 from neo_server.metrics import Metrics
+from neo_server.progress import progress
 from neo_server.server import Server
 from neo_server.state import ServerState
 

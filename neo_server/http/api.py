@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from neo_server import __version__
 from neo_server.api_key import check_api_key
-from neo_server.errors import InvalidRequestError, UnknownModelError
+from neo_server.errors import UnknownModelError
 from neo_server.frontend import Frontend
 from neo_server.http.answer import stream, whole
 from neo_server.http.choices import Choices
@@ -21,7 +21,6 @@ from neo_server.http.schema import (
     DetokenizeBody,
     TokenizeChat,
     TokenizeText,
-    utf8,
 )
 from neo_server.prometheus import make_registry
 from neo_server.state import ServerState
@@ -116,18 +115,10 @@ class Api:
         return {"prompt": await self._frontend.decode(body.tokens, skip_special_tokens=False)}
 
     async def _render(self, body: Conversation) -> list[int]:
-        template = self._state.chat_template
-        if template is None:
-            raise InvalidRequestError(
-                "messages is set; the model has no chat template: use /v1/completions", "messages"
-            )
         messages = [message.model_dump() for message in body.messages]
-        try:
-            text = template.render(messages, add_generation_prompt=body.add_generation_prompt)
-            utf8(text)
-        except ValueError as error:
-            raise InvalidRequestError(f"messages: {error}", "messages") from error
-        return await self._frontend.encode_chat(text)
+        return await self._frontend.encode_messages(
+            messages, add_generation_prompt=body.add_generation_prompt
+        )
 
     async def _check_key(self, authorization: Annotated[str | None, Header()] = None) -> None:
         check_api_key(authorization, self._state.options.api_key)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,11 +9,8 @@ from typer.testing import CliRunner
 
 from neo_server.bench.commands import app as bench_app
 from neo_server.cli import app
-from neo_server.client import Sampling, chat_tokens
-from neo_server.errors import ConfigurationError
 from neo_server.flags import takes
 from neo_server.options import Options
-from neo_server.tokenizer import Tokenizer
 
 RUNNER = CliRunner()
 
@@ -88,35 +84,6 @@ def test_commands_for_workers_find_the_control_port_that_serve_takes(command: st
     server = inspect.signature(found.callback).parameters["server"]
     assert server.default == f"127.0.0.1:{Options(model='').control_port}"
     assert Options(model="").control_port == 50052
-
-
-def test_unset_sampling_flags_leave_the_servers_defaults() -> None:
-    request = Sampling().request()
-    assert not request.sampling_params.HasField("temperature")
-    assert not request.stop_conditions.HasField("max_tokens")
-    request = Sampling(temperature=0.0, seed=0, max_tokens=3, stop=("x",)).request()
-    assert request.sampling_params.HasField("temperature")
-    assert request.sampling_params.HasField("seed")
-    assert list(request.stop_conditions.stop) == ["x"]
-
-
-def test_a_chat_prompt_has_the_special_tokens_of_its_template_only(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match="no chat template"):
-        chat_tokens(tiny_model, "hello")
-    (tmp_path / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
-    template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    ids = chat_tokens(tmp_path, "the fox")
-    assert (ids[0], ids[-1], ids.count(1)) == (1, 0, 1)
-    assert Tokenizer.from_pretrained(tmp_path).decode(ids) == "the fox"
-
-
-def test_chat_without_a_model_says_what_it_needs() -> None:
-    result = RUNNER.invoke(app, ["generate", "hi", "--chat"])
-    assert result.exit_code == 1
-    assert "--model" in result.output
 
 
 def test_an_unreachable_server_is_an_error_and_no_traceback() -> None:

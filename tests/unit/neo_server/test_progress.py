@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from neo_server.bench.progress import progress
+from neo_server.progress import progress
 
 
 def test_a_terminal_sees_how_many_are_over() -> None:
