@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from neo_server.service_names import SERVICES
 from protos import inference_pb2 as pb
 from tests.helpers.server import RunningServer, request_of, running_server
 
@@ -30,7 +31,7 @@ def test_a_client_that_knows_only_reflection_lists_the_services_and_generates(
     with grpc.insecure_channel(server.address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         services = set(database.get_services())
-        assert {"neo.v1.Inference", "grpc.health.v1.Health"} <= services
+        assert {*SERVICES, "grpc.health.v1.Health"} <= services
         pool = descriptor_pool.DescriptorPool(database)
         method = pool.FindServiceByName("neo.v1.Inference").FindMethodByName("Generate")
         request_class = message_factory.GetMessageClass(method.input_type)
