@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,11 +15,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_S = 3.0
 
 
-def trouble_of(address: str, service: str = "", timeout_s: float = TIMEOUT_S) -> str:
-    """What grpc.health.v1 says unless it is SERVING; "" then."""
+def trouble_of(
+    address: str,
+    service: str = "",
+    timeout_s: float = TIMEOUT_S,
+    ca_certs: Path | None = None,
+    name: str | None = None,
+) -> str:
+    """What grpc.health.v1 says unless it is SERVING; "" then.
+
+    ``ca_certs``: PEM, of a server with TLS; ``name``: whose certificate it is, by default the
+    address's.
+    """
     request = health_pb2.HealthCheckRequest(service=service)
     try:
-        with grpc.insecure_channel(address) as channel:
+        with _channel(address, ca_certs, name) as channel:
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
     except grpc.RpcError as error:
         status = error if isinstance(error, grpc.Call) else None
@@ -28,13 +39,24 @@ def trouble_of(address: str, service: str = "", timeout_s: float = TIMEOUT_S) ->
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
+def _channel(address: str, ca_certs: Path | None, name: str | None) -> grpc.Channel:
+    if ca_certs is None:
+        return grpc.insecure_channel(address)
+    options = [] if name is None else [("grpc.ssl_target_name_override", name)]
+    return grpc.secure_channel(
+        address, grpc.ssl_channel_credentials(ca_certs.read_bytes()), options
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="neo_server.probe", description=__doc__)
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="HOST:PORT")
     parser.add_argument("--service", default="", help="default: the whole server")
+    parser.add_argument("--ssl-ca-certs", type=Path, help="PEM; the server has TLS")
+    parser.add_argument("--ssl-name", help="of the certificate; default: the address's host")
     args = parser.parse_args(argv)
-    trouble = trouble_of(args.address, args.service)
+    trouble = trouble_of(args.address, args.service, ca_certs=args.ssl_ca_certs, name=args.ssl_name)
     if trouble:
         print(f"{args.address}: {trouble}", file=sys.stderr)
     return 1 if trouble else 0

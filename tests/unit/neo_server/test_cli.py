@@ -38,6 +38,7 @@ def test_bench_takes_the_flags_of_the_engine_and_none_for_clients(command: str) 
     engine = {field.name for field in fields(Options)} - {
         *("host", "port", "http_host", "http_port", "address_file", "served_model_name"),
         *("api_key", "max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout"),
+        *("uds", "ssl_certfile", "ssl_keyfile", "log_format", "log_stats_interval"),
     }
     assert engine <= set(flags)
     assert not {"host", "port", "address_file"} & set(flags)

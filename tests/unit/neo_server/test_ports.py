@@ -14,6 +14,7 @@ import grpc
 import httpx
 import pytest
 
+from neo_server import probe
 from neo_server.errors import ConfigurationError
 from neo_server.options import Options
 from neo_server.tls import Tls
@@ -46,6 +47,8 @@ def test_with_a_certificate_both_ports_are_encrypted(tiny_model: Path, tmp_path:
             assert served(channel) == generate(3, [1, 2], 5)
             info = rpc.InferenceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
             assert info.uses_tls
+        assert probe.main([address, "--ssl-ca-certs", PAIR[1], "--ssl-name", "localhost"]) == 0
+        assert probe.main([address]) == 1
         trust = ssl.create_default_context(cafile=str(KEYS / "cert.pem"))
         with httpx.Client(verify=trust, trust_env=False) as client:
             reply = client.post(f"https://{http}/v1/completions", json=BODY)
