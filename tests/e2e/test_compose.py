@@ -61,7 +61,7 @@ def expected(project: Project) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def long_expected(project: Project) -> list[list[int]]:
     """Tokens of LONG, undisturbed."""
-    return [project.generate(request).token_ids for request in LONG]
+    return [result.token_ids for result in project.generate_all(LONG)]
 
 
 def kill(container: dict[str, object]) -> None:
