@@ -12,6 +12,8 @@ from rich.console import Console
 from neo_native import NativeError
 from neo_server.bench.latency import LatencyFlags
 from neo_server.bench.latency import run as run_latency
+from neo_server.bench.serve import ServeFlags
+from neo_server.bench.serve import run as run_serve
 from neo_server.bench.throughput import ThroughputFlags
 from neo_server.bench.throughput import run as run_throughput
 from neo_server.errors import NeoError
@@ -21,7 +23,7 @@ from neo_server.log import log_to
 from neo_server.options import PUBLIC
 
 app = typer.Typer(
-    help="Measures the engine with its worker processes; JSON lines on stdout.",
+    help="Measures the engine with its worker processes, or a server that runs.",
     no_args_is_help=True,
 )
 _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
@@ -44,6 +46,13 @@ def throughput(options: Options, flags: ThroughputFlags) -> None:
 def latency(options: Options, flags: LatencyFlags) -> None:
     """One batch: seconds of a decode iteration and of the prefill, beside the device's roofline."""
     _run(lambda console: run_latency(options, flags, console))
+
+
+@app.command()
+@takes(ServeFlags)
+def serve(flags: ServeFlags) -> None:
+    """A server that runs, over gRPC or OpenAI's HTTP: latencies and throughput of its clients."""
+    _run(lambda console: run_serve(flags, Console(), console))
 
 
 def _run(work: Callable[[Console], None]) -> None:
