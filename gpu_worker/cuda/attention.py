@@ -103,7 +103,8 @@ def merge_splits_kernel(
         tl.store(to, merged.to(out.dtype.element_ty), mask=in_dim)
 
 
-@triton.jit
+# Tiles of later chunks begin anywhere: nothing is compiled while plans run.
+@triton.jit(do_not_specialize_on_alignment=["tile_rows", "tile_firsts"])
 def prefill_kernel(
     qkv, cache, cache_plane, tables, table_stride, out, scale,
     tile_rows, tile_firsts, row_tokens, row_news, row_starts, row_tables,

@@ -12,7 +12,7 @@ from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.executor import CudaExecutor
 from gpu_worker.cuda.graphs import Graphs
-from gpu_worker.cuda.plan import HostPlanReader
+from gpu_worker.cuda.plan import CpuChunk, HostPlanReader
 from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.errors import DeviceError
@@ -105,7 +105,11 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
             for tokens in {1, max_tokens}:
                 stages.forward([Shape(channel, tokens, 0, 0, offloads, 1, 1)])
                 stages.forward([Shape(channel, tokens, 1, int(offloads), offloads, 0, 1)])
+        for rows in range(1, stages.buffers.rows + 1):  # each number has its way to split them
+            stages.decode_attention(Shape(0, rows, rows), stages.cache.blocks[0])
         if stages.exchange is not None:
+            chunk = CpuChunk(slot=0, start=0, tile_first=0, tile_count=1)
+            stages.forward([Shape(0, 1, 0, 0, True, 0, 1, (chunk,))])
             stages.exchange.warm_up(stages.cache.blocks, stages.buffers.staging)
         torch.cuda.synchronize()
     except Exception as error:

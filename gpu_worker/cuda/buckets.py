@@ -103,8 +103,9 @@ class Buckets:
         self._rows = buckets(max_rows)
         self._pairs = [n for n in PAIRS if n <= self._rows[-1]]
         self._mixed = mixed_buckets(max_tokens)
+        fewer = (0, *(n for n, _ in MIXED_ROWS))  # rows that the bucket before holds
         self._mixed_rows = [
-            (n, splits) for n, splits in MIXED_ROWS if n <= max(max_rows, MIXED_ROWS[0][0])
+            pair for pair, held in zip(MIXED_ROWS, fewer, strict=False) if held < max_rows
         ]
 
     def keys(self, offload: bool) -> Iterator[Key]:

@@ -66,7 +66,7 @@ def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + t * INNER + at, gated * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])  # one compiled kernel for all layers
 def rope_store_kernel(
     qkv, positions, rope, cache, cache_slots, cache_plane,
     pages, page_rows, q_rows, tiles, scales, exchange_q,

@@ -45,7 +45,7 @@ def _now_ns(like):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def publish_kernel(first_epoch, published, layer):
     """After everything that the job needs, in stream order: the epoch, by a release store."""
     first = tl.load(first_epoch)
@@ -53,7 +53,7 @@ def publish_kernel(first_epoch, published, layer):
         _store_release(published, first + layer)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
     """Until ``done`` or ``abort`` reaches the epoch; not done: the channel is void.
 
@@ -76,7 +76,7 @@ def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
         tl.store(waited_ns, tl.load(waited_ns) + now - begin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def collect_kernel(
     first_epoch, row_count, row_tokens, row_tasks, words, areas, out, layer,
     area_floats, worker_area_floats,

@@ -18,26 +18,14 @@ from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk
+from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.ops.rope import rope_table
 
 BLOCK = 1024
 GREEDY_BLOCK = 8192  # logits of a row that are read at a time
-PREFILL_TILE = 64
 FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
-
-
-def decode_tiles(heads: int, splits: int) -> tuple[int, int, int]:
-    """Tokens a step, warps and stages of decode attention; ``heads``: rows x KV heads.
-
-    The best of 100 combinations on an H200 (docs/decisions.md).
-    """
-    if splits >= 8:
-        return 32, 4, 3
-    if heads >= 512:
-        return 64, 2, 3
-    return 128, 4, 2
 
 
 class Stages:
@@ -226,7 +214,9 @@ class Stages:
         """The decode_gpu rows of a batch over their blocks. ``kv``: one layer of the GPU-cache."""
         c, f, cfg, b = self._channel(s), self._channel(s).fields, self._config, self.buffers
         splits = s.splits or n_splits(s.gpu_rows, cfg)
-        tile, warps, stages = decode_tiles(s.gpu_rows * cfg.num_key_value_heads, splits)
+        tile, warps, stages = decode_tiles(
+            s.gpu_rows * cfg.num_key_value_heads, splits, self._dim_pad, kv.itemsize
+        )
         shape = {
             "HEADS": cfg.num_attention_heads,
             "HEAD_DIM": cfg.head_dim,
@@ -261,7 +251,7 @@ class Stages:
     def _prefill(self, s: Shape, kv: Tensor, first: int, tiles: int, block_size: int) -> None:
         """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer."""
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
-        wide = cfg.head_dim > 64 and c.qkv.dtype is torch.float32
+        tile, warps, stages = prefill_tiles(self._dim_pad, c.qkv.itemsize)
         attention.prefill_kernel[(tiles, cfg.num_attention_heads)](
             c.qkv,
             kv,
@@ -282,9 +272,9 @@ class Stages:
             DIM_PAD=self._dim_pad,
             BLOCK_SIZE=block_size,
             TILE_Q=TILE_Q,
-            TILE=32 if wide else PREFILL_TILE,
-            num_warps=4,
-            num_stages=2 if wide else 3,
+            TILE=tile,
+            num_warps=warps,
+            num_stages=stages,
         )
 
     def _staged_prefill(self, s: Shape, layer: int, chunk: CpuChunk) -> None:

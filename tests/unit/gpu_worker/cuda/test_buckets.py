@@ -212,3 +212,11 @@ def test_a_decode_shape_serves_any_split_of_its_rows() -> None:
     shape = decode_shape(1, 32, True)
     assert (shape.channel, shape.tokens, shape.gpu_rows, shape.cpu_rows) == (1, 32, 32, 32)
     assert (shape.sampled, shape.tiles, shape.to_cpu) == (32, 0, True)
+
+
+@pytest.mark.parametrize("max_rows", [1, 64, 65, 100, 255, 256])
+def test_a_prefill_beside_as_many_decodes_as_there_may_be_has_a_graph(max_rows: int) -> None:
+    shapes = Buckets(max_rows, 2048)
+    key = shapes.key_of(plan_of(batch_of(0, max_rows - 1, 0, [200], sampled_prefills=1)))
+    assert key is not None
+    assert key in set(shapes.keys(offload=False))
