@@ -27,6 +27,7 @@ import neo_native as native
 from gpu_worker import ops
 from gpu_worker.batch import PlanReader
 from gpu_worker.executor import Executor
+from gpu_worker.features import Features
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
@@ -112,7 +113,8 @@ class Scorer:
             CPU,
             TIMEOUT_S,
         )
-        self._executor = Executor(model, cache, offload)
+        features = Features(CPU, rows, length, config.vocab_size, model.logits)
+        self._executor = Executor(model, cache, offload, features)
         limits = PlanLimits.from_geometry(geometry, blocks, length, config.vocab_size)
         self._reader = PlanReader(self._sequences, limits, CPU)
 
