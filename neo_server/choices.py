@@ -1,4 +1,4 @@
-"""The engine's requests behind one HTTP request, and their outputs as they come."""
+"""The engine's requests behind one public request, and their outputs as they come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protos import inference_pb2 as pb
 
 
 class Choices:
-    """By index. Whoever has one calls ``release``, however the answer ends."""
+    """By index: of several prompts each one's completions. Whoever has one calls ``release``."""
 
     def __init__(self, frontend: Frontend) -> None:
         self.served: list[Request] = []
@@ -23,7 +23,7 @@ class Choices:
         choices = Choices(frontend)
         try:
             for message in messages:
-                choices.served.append(await frontend.submit(message))
+                choices.served.extend(await frontend.submit_all(message))
         except BaseException:
             choices.release()
             raise
