@@ -13,6 +13,7 @@ import torch
 from gpu_worker.batch import PlanReader
 from gpu_worker.errors import DeviceError
 from gpu_worker.executor import Executor, Outcome
+from gpu_worker.features import Features
 from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
 from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
@@ -126,6 +127,16 @@ class Parts:
         """Block and page tables."""
         return Sequences(self.segments.sequences, self.segments.geometry)
 
+    def features(self) -> Features:
+        """For biases, penalties and log-probabilities."""
+        return Features(
+            self.model.device,
+            int(self.segments.geometry["max_slots"]),
+            self.config.scheduler.max_model_len,
+            self.model.config.vocab_size,
+            self.model.logits,
+        )
+
     def limits(self, num_blocks: int) -> PlanLimits:
         """What a plan may name."""
         return PlanLimits.from_geometry(
@@ -186,4 +197,5 @@ def make_torch_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     reader = PlanReader(sequences, parts.limits(blocks), model.device)
-    return Backend(reader, Executor(model, cache, offload), profiler, blocks)
+    executor = Executor(model, cache, offload, parts.features())
+    return Backend(reader, executor, profiler, blocks)

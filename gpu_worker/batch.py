@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
 from gpu_worker.sampler import SamplingParams
+from gpu_worker.wanted import Wanted, wanted_by
 from neo_native import RowKind, SwapKind
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Plan:
     swaps: tuple[PlannedSwap, ...]
     sampled_rows: npt.NDArray[np.intp]  # rows of the plan, in the order of their logits
     sampling: SamplingParams
+    wanted: Wanted | None = None
 
     def channel_rows(self, channel: int) -> tuple[Array, Array]:
         """Slots and sequence lengths of a channel's decode_cpu rows (uint32, may be empty)."""
@@ -154,6 +156,7 @@ class PlanReader:
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
         )
 
     def _sub_batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> SubBatch:

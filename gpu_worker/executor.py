@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import Plan, PlannedSwap, PrefillRow, SubBatch
+from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.offload import Offload
@@ -35,6 +36,7 @@ class Outcome:
     logprobs: npt.NDArray[np.float32]  # 0 unless sampled
     times: StageTimes
     cpu_tasks: int  # attention tasks given to the cpu workers, over all layers
+    reports: tuple[Report, ...] = ()  # log-probabilities that were asked for
 
     def void(self, rows: npt.NDArray[np.intp] | int) -> None:
         """Takes back what these rows gave."""
@@ -77,8 +79,11 @@ class Continuation:
 class Executor:
     """The device's side of every iteration."""
 
-    def __init__(self, model: LlamaModel, cache: GpuCache, offload: Offload) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: GpuCache, offload: Offload, features: Features
+    ) -> None:
         self._model = model
+        self._features = features
         self._ops = model.ops
         self._scale = model.config.attention_scale
         self._n_layers = model.config.num_hidden_layers
@@ -120,21 +125,25 @@ class Executor:
         """Computes the plan and waits for it."""
         timer = StageTimer(muted=self._model.device.type == "cuda")
         lost = self._continuation.fill(plan)
+        for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
+            self._features.record(recorded, _of_channel(plan, channel).tokens)
         self._offload.begin(plan)
         try:
-            hidden = self._forward(plan, timer)
+            residuals = self._forward(plan, timer)
         finally:
             self._offload.end()
-        tokens, logprobs = self._sample(plan, hidden)
+        tokens, logprobs, reports = self._sample(plan, residuals)
         timer.lap("head")
-        outcome = self._outcome(plan, tokens.cpu().numpy(), logprobs.cpu().numpy(), timer.stop())
+        outcome = self._outcome(
+            plan, tokens.cpu().numpy(), logprobs.cpu().numpy(), timer.stop(), reports
+        )
         for row in lost:
             outcome.void(row)
         self._continuation.keep(plan, tokens, outcome.status)
         return outcome
 
     def _forward(self, plan: Plan, timer: StageTimer) -> list[Tensor]:
-        """The residual rows that are to be sampled from, per sub-batch."""
+        """The residual rows after the last layer, per sub-batch."""
         batches = [(sub, self._model.embed(sub.tokens, sub.positions)) for sub in plan.sub_batches]
         timer.lap("head")
         for layer in range(self._n_layers):
@@ -153,7 +162,7 @@ class Executor:
             self._join(sub, x, self._n_layers, timer)
             self._model.linear_stage(x, self._n_layers)
             timer.lap("linear", sub.channel)
-        return [x.residual[sub.sampled] for sub, x in batches]
+        return [x.residual for _, x in batches]
 
     def _join(self, sub: SubBatch, x: Activations, layer: int, timer: StageTimer) -> None:
         """Waits for O of the layer before; a void channel's rows go on with zeros, unused."""
@@ -213,11 +222,31 @@ class Executor:
             k, v = self._offload.load_span(layer, swap.slot, len(swap.index))
             self._cache.store(layer, swap.index, k, v)
 
-    def _sample(self, plan: Plan, hidden: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _sample(
+        self, plan: Plan, residuals: list[Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Report, ...]]:
+        """Tokens and logprobs of the sampled rows, and the reports that were asked for."""
+        wanted = plan.wanted
+        reports = [] if wanted is None else self._prompt_reports(plan, residuals)
         if len(plan.sampled_rows) == 0:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0)
-        logits = self._model.logits(torch.cat(hidden))
-        return sample(logits, plan.sampling)
+            return torch.empty(0, dtype=torch.int64), torch.empty(0), tuple(reports)
+        pairs = zip(plan.sub_batches, residuals, strict=True)
+        logits = self._model.logits(torch.cat([x[sub.sampled] for sub, x in pairs]))
+        if wanted is None:
+            return *sample(logits, plan.sampling), ()
+        tokens, logprobs = self._features.sample(logits, plan.sampling, wanted)
+        if wanted.reported is not None:
+            reports.append(self._features.report(logits, tokens, wanted.reported))
+        return tokens, logprobs, tuple(reports)
+
+    def _prompt_reports(self, plan: Plan, residuals: list[Tensor]) -> list[Report]:
+        assert plan.wanted is not None
+        by_channel = {sub.channel: x for sub, x in zip(plan.sub_batches, residuals, strict=True)}
+        reports = (
+            self._features.report_prompt(part, by_channel[part.channel][part.tokens])
+            for part in plan.wanted.prompts
+        )
+        return [report for report in reports if report is not None]
 
     def _outcome(
         self,
@@ -225,6 +254,7 @@ class Executor:
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         times: StageTimes,
+        reports: tuple[Report, ...],
     ) -> Outcome:
         n_rows = len(plan.slots)
         outcome = Outcome(
@@ -235,6 +265,7 @@ class Executor:
             logprobs=np.zeros(n_rows, np.float32),
             times=times,
             cpu_tasks=self._offload.tasks,
+            reports=reports,
         )
         outcome.status[plan.sampled_rows] = RowStatus.SAMPLED
         outcome.tokens[plan.sampled_rows] = tokens
@@ -244,3 +275,7 @@ class Executor:
                 void = np.arange(sub.rows.stop - len(sub.cpu_decodes.slots), sub.rows.stop)
                 outcome.void(void)
         return outcome
+
+
+def _of_channel(plan: Plan, channel: int) -> SubBatch:
+    return next(sub for sub in plan.sub_batches if sub.channel == channel)

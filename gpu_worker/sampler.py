@@ -55,7 +55,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     tokens = logits.argmax(dim=-1)
     drawn = np.flatnonzero(params.temperature > 0)
     if len(drawn):
-        rows = _to(drawn, logits.device)
+        rows = to_device(drawn, logits.device)
         every = len(drawn) == len(logits)
         chosen = logits if every else logits.index_select(0, rows)
         tokens[rows] = draw(chosen, params.take(drawn))
@@ -83,7 +83,7 @@ def apply_filters(scaled: Tensor, params: SamplingParams) -> Tensor:
     limited = np.flatnonzero((params.top_p < 1) | ((params.top_k > 0) & (params.top_k < vocab)))
     if len(limited) == 0:
         return scaled
-    rows = _to(limited, scaled.device)
+    rows = to_device(limited, scaled.device)
     part = scaled.index_select(0, rows)
     lowest = _lowest_kept(part, params.take(limited))
     return scaled.index_copy(0, rows, part.masked_fill(part < lowest, -torch.inf))
@@ -93,7 +93,7 @@ def _lowest_kept(scaled: Tensor, params: SamplingParams) -> Tensor:
     """The smallest logit that top-k and then top-p keep: [rows, 1]."""
     vocab = scaled.shape[-1]
     top_k = np.where(params.top_k > 0, params.top_k, vocab).clip(max=vocab).astype(np.int64)
-    k = _to(top_k, scaled.device).unsqueeze(1)
+    k = to_device(top_k, scaled.device).unsqueeze(1)
     top_p = _column(params.top_p, scaled.device)
     if scaled.is_cuda:  # sorting all is cheap there, and asking what is complete would wait
         return _lowest_within(scaled, k, top_p, vocab)[0]
@@ -159,7 +159,7 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def _to(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """On the device; through pinned memory, so that the host does not wait for its stream."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
@@ -168,8 +168,8 @@ def _to(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    return _to(values, device).unsqueeze(1)
+    return to_device(values, device).unsqueeze(1)
 
 
 def _int32_column(words: npt.NDArray[np.uint32], device: torch.device) -> Tensor:
-    return _to(words.view(np.int32), device).unsqueeze(1)
+    return to_device(words.view(np.int32), device).unsqueeze(1)

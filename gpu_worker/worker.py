@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from gpu_worker.abandonment import is_abandoned
 from gpu_worker.backends import Parts, make_backend
 from gpu_worker.errors import DeviceError
 from gpu_worker.executor import Outcome
+from gpu_worker.features import Report
 from gpu_worker.geometry_check import check_geometry
 from gpu_worker.model import LlamaModel
 from gpu_worker.profiler import WORKERS_WAIT_S, load_or_profile, profile_key
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
-from neo_native import Array, Control, ResultProducer, StepConsumer
+from neo_native import Array, Control, ResultProducer, ResultSlot, StepConsumer
 from neo_native.segments import SegmentSet
 from protos.config import EngineConfig
 from protos.model_config import ModelConfig
@@ -127,7 +128,24 @@ class GpuWorker:
         rows["status"] = outcome.status
         rows["token"] = outcome.tokens
         rows["logprob"] = outcome.logprobs
+        slot.header["n_logprobs"] = write_reports(slot, outcome.reports)
         self._results.publish()
+
+
+def write_reports(slot: ResultSlot, reports: Iterable[Report]) -> int:
+    """Fills the entries of a result; returns how many."""
+    at = 0
+    for report in reports:
+        n = len(report.rows)
+        ints, floats = report.ints.cpu().numpy(), report.floats.cpu().numpy()
+        entries, top = slot.logprobs[at : at + n], slot.top[at : at + n, : ints.shape[1] - 2]
+        entries["row"], entries["position"] = report.rows, report.positions
+        entries["n_top"] = report.n_top
+        entries["token"], entries["rank"] = ints[:, 0], ints[:, 1]
+        entries["logprob"] = floats[:, 0]
+        top["token"], top["logprob"] = ints[:, 2:], floats[:, 1:]
+        at += n
+    return at
 
 
 def write_header(header: Array, outcome: Outcome, rank: int) -> None:

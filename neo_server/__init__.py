@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from neo_server.errors import NeoError
     from neo_server.llm import LLM
     from neo_server.outputs import CompletionOutput, Delta, RequestOutput
-    from neo_server.sampling import SamplingParams
+    from neo_server.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [

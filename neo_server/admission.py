@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
+from dataclasses import replace
 
 from neo_server.errors import InvalidRequestError
-from neo_server.request import SamplingParams, StopConditions
+from neo_server.request import StopConditions
+from neo_server.sampling import MAX_PRIORITY, ResponseOptions, SamplingParams
 from protos import inference_pb2 as pb
 from protos.model_config import ModelConfig
 
@@ -14,6 +16,9 @@ _MAX_ID = 256
 _MAX_STOPS = 64
 _MAX_STOP_LENGTH = 1024  # characters
 _MAX_STOP_TOKENS = 1024
+_MAX_BIASES = 300  # as OpenAI's
+_MAX_N = 128
+_GREEDY = 1e-5  # temperatures below it draw nothing, as in vLLM
 
 
 def _require(field: str, value: object, fits: bool, limit: str, param: str = "") -> None:
@@ -24,6 +29,10 @@ def _require(field: str, value: object, fits: bool, limit: str, param: str = "")
 
 def _require_at_most(field: str, value: int, most: int, param: str) -> None:
     _require(field, value, value <= most, f"<= {most}", param)
+
+
+def _require_at_most_in(field: str, value: int, most: int, limit_name: str) -> None:
+    _require(field, value, value <= most, f"<= {most}, to fit in {limit_name}")
 
 
 def check_request_id(request_id: str) -> str:
@@ -67,7 +76,7 @@ def check_stop_strings(stop: tuple[str, ...], has_tokenizer: bool) -> None:
     _require("number of stop strings", len(stop), fits, "0 without a tokenizer", "stop")
 
 
-def sampling_of(message: pb.SamplingParams) -> SamplingParams:
+def sampling_of(message: pb.SamplingParams, vocab_size: int) -> SamplingParams:
     """Sampling parameters with the defaults filled in."""
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
@@ -76,13 +85,78 @@ def sampling_of(message: pb.SamplingParams) -> SamplingParams:
     _require("top_p", _short(top_p), 0.0 < top_p <= 1.0, "in (0, 1]")
     _require("min_p", _short(message.min_p), 0.0 <= message.min_p <= 1.0, "in [0, 1]")
     _require("top_k", message.top_k, message.top_k >= -1, ">= 0 (0 or -1: all)")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(message, name)
+        _require(name, _short(value), -2.0 <= value <= 2.0, "in [-2, 2]")
+    repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    fits = math.isfinite(repetition) and repetition > 0.0
+    _require("repetition_penalty", _short(repetition), fits, "finite and > 0")
     return SamplingParams(
         seed=message.seed if message.HasField("seed") else secrets.randbits(64),
         temperature=temperature,
         top_p=top_p,
         top_k=max(message.top_k, 0),
         min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=repetition,
+        logit_bias=_biases(message, vocab_size),
     )
+
+
+def _biases(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    count = len(message.logit_bias)
+    _require_at_most("number of logit_bias entries", count, _MAX_BIASES, "logit_bias")
+    for token, bias in message.logit_bias.items():
+        below = f"below vocab_size, {vocab_size}"
+        _require("logit_bias token id", token, token < vocab_size, below, "logit_bias")
+        fits = -100.0 <= bias <= 100.0
+        _require(f"logit_bias of token {token}", _short(bias), fits, "in [-100, 100]", "logit_bias")
+    return tuple(message.logit_bias.items())
+
+
+def completions_of(message: pb.SamplingParams, sampling: SamplingParams) -> list[SamplingParams]:
+    """One for each of ``n`` completions; each has a seed of its own."""
+    n = message.n if message.HasField("n") else 1
+    _require("n", n, 1 <= n <= _MAX_N, f"from 1 to {_MAX_N}")
+    fits = n == 1 or sampling.temperature >= _GREEDY
+    _require("n", n, fits, f"1 where temperature is below {_GREEDY:g}: all would be the same")
+    return [replace(sampling, seed=(sampling.seed + i) % 2**64) for i in range(n)]
+
+
+def told_of(
+    message: pb.ResponseOptions, sampling: SamplingParams, max_logprobs: int, has_tokenizer: bool
+) -> tuple[SamplingParams, ResponseOptions]:
+    """What an answer tells; log-probabilities are made where tokens are drawn."""
+    counts: dict[str, int | None] = {}
+    for name in ("logprobs", "prompt_logprobs"):
+        counts[name] = getattr(message, name) if message.HasField(name) else None
+        most = f"<= --max-logprobs, {max_logprobs}"
+        _require(name, counts[name], (counts[name] or 0) <= max_logprobs, most)
+    _require("echo", "set", has_tokenizer or not message.echo, "unset without a tokenizer", "echo")
+    skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    options = ResponseOptions(echo=message.echo, skip_special_tokens=skip)
+    told = replace(sampling, logprobs=counts["logprobs"], prompt_logprobs=counts["prompt_logprobs"])
+    return told, options
+
+
+def check_priority(priority: int) -> int:
+    """Refuses what is no number of a queue."""
+    fits = -MAX_PRIORITY <= priority <= MAX_PRIORITY
+    _require("priority", priority, fits, f"from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return priority
+
+
+def kept_tokens(message: pb.GenerateRequest, limit: int, limit_name: str) -> int | None:
+    """How many tokens of the prompt are used at most; None: all."""
+    if not message.HasField("truncate_prompt_tokens"):
+        return None
+    kept, name = message.truncate_prompt_tokens, "truncate_prompt_tokens"
+    _require(name, kept, kept >= 1 or kept == -1, ">= 1, or -1: what fits")
+    _require_at_most_in(name, kept, limit - 1, limit_name)
+    stop = message.stop_conditions
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else 1
+    return kept if kept > 0 else max(limit - max_tokens, 1)
 
 
 def stop_of(message: pb.StopConditions, room: int, model: ModelConfig) -> StopConditions:

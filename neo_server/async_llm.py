@@ -9,15 +9,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from neo_native import NativeError
+from neo_server.choices import Choices
 from neo_server.engine import Engine
 from neo_server.engine_options import engine_options
 from neo_server.errors import ConfigurationError, NeoError, NotReadyError, ShuttingDownError
-from neo_server.frontend import Frontend
 from neo_server.launch import resolve
 from neo_server.local_calls import LocalCalls
 from neo_server.outputs import Collector, Delta, RequestOutput
-from neo_server.request import Request
-from neo_server.sampling import Prompt, SamplingParams, request_of
+from neo_server.params import Prompt, SamplingParams, request_of
 from neo_server.server import Server
 from neo_server.service import responses
 from neo_server.state import ServerState
@@ -46,7 +45,7 @@ class AsyncLLM:
         self._opened: asyncio.Future[LocalCalls] | None = None
         self._closing = asyncio.Event()
         self._calls: LocalCalls | None = None
-        self._served: set[Request] = set()
+        self._served: set[Choices] = set()
         self._ended = "the engine has not been started"
 
     async def start(self) -> None:
@@ -140,17 +139,17 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, *, whole: bool
     ) -> AsyncGenerator[pb.GenerateResponse]:
         frontend = self._local().frontend
-        served = await frontend.submit(request_of(prompt, params, request_id))
+        served = await Choices.submit(frontend, [request_of(prompt, params, request_id)])
         self._served.add(served)
         try:
             if whole:
-                await served.stream.over()
+                await served.over()
             async for message in responses(served):
                 yield message
         finally:
             if served in self._served:
                 self._served.remove(served)
-                frontend.release(served)
+                served.release()
 
     async def _live(self) -> None:
         """From the first worker's start to the last one's end."""
@@ -173,16 +172,16 @@ class AsyncLLM:
         try:
             await self._closing.wait()
         finally:
-            self._end_requests(self._calls.frontend)
+            self._end_requests()
             self._calls = None
 
-    def _end_requests(self, frontend: Frontend) -> None:
+    def _end_requests(self) -> None:
         """Before the caches are unmapped; their readers learn of it."""
         served, self._served = self._served, set()
         what = "is closed" if self._closing.is_set() else "has ended"
-        for request in served:
-            frontend.release(request)
-            request.stream.fail(ShuttingDownError(f"the engine {what}"))
+        for choices in served:
+            choices.release()
+            choices.fail(ShuttingDownError(f"the engine {what}"))
 
 
 def _checked(model: str, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ class Tables(Protocol):
     params: npt.NDArray[Any]  # [max_slots]
     block_table: npt.NDArray[Any]  # uint32 [max_slots, max_blocks]
     page_table: npt.NDArray[Any]  # uint32 [max_slots, max_pages]
+    bias: npt.NDArray[Any]  # token_bias_dtype [max_slots, max_biases]
 
 
 class Pool:
@@ -88,6 +90,23 @@ class BlockManager:
         row = self.tables.params[seq.slot]
         for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
             row[name] = getattr(seq.sampling, name)
+        row["features"] = features = seq.sampling.features
+        if features:
+            self._put_features(row, self.tables.bias[seq.slot], seq)
+
+    @staticmethod
+    def _put_features(row: Any, bias: npt.NDArray[Any], seq: Sequence) -> None:
+        sampling = seq.sampling
+        row["n_prompt"] = seq.num_prompt
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            row[name] = getattr(sampling, name)
+        row["n_logprobs"] = sampling.logprobs or 0
+        row["n_prompt_logprobs"] = sampling.prompt_logprobs or 0
+        biases = [(token, -math.inf) for token in sampling.held_back]
+        biases.extend(sampling.logit_bias)
+        bias[: len(biases)] = biases
+        row["n_stop"], row["n_biases"] = len(sampling.held_back), len(sampling.logit_bias)
+        row["min_len"] = seq.num_prompt + sampling.min_tokens
 
     def grow(self, seq: Sequence, place: Place) -> None:
         """Makes room for all tokens of ``seq`` in ``place``."""

@@ -71,7 +71,7 @@ def generate(
 ) -> None:
     """Streams completions of one or more prompts to the terminal."""
     from neo_server.client import Client
-    from neo_server.sampling import SamplingParams
+    from neo_server.params import SamplingParams
     from neo_server.terminal import print_answers
 
     params = SamplingParams(

@@ -11,7 +11,7 @@ import grpc
 
 from neo_server.errors import from_status
 from neo_server.outputs import Collector, Delta, RequestOutput
-from neo_server.sampling import Prompt, SamplingParams, request_of
+from neo_server.params import Prompt, SamplingParams, request_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
 

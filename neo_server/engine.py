@@ -8,6 +8,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import count
 
 from neo_native import RowStatus
@@ -29,10 +31,10 @@ from neo_server.request import (
     FinishReason,
     OutputStream,
     Request,
-    SamplingParams,
     Sequence,
     StopConditions,
 )
+from neo_server.sampling import PLAIN, ResponseOptions, SamplingParams, sequence_id
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
 from neo_server.tokenizer import AnyTokenizer, StopStrings
@@ -69,7 +71,7 @@ class Engine:
         self._on_void = on_void
         self._clock = clock
         self._crashes = 0  # of gpu workers, since the last result
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, dict[int, Request]] = {}  # by id, then index
         self._by_sequence: dict[int, Request] = {}
         self._ids = count()
         self._in_flight: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()
@@ -122,50 +124,91 @@ class Engine:
         stop: StopConditions,
         stream: OutputStream | None = None,  # None: a new one
     ) -> OutputStream:
-        """Queues a checked request; its output comes through the stream."""
+        """Queues a checked request of one completion; its output comes through the stream."""
+        (request,) = self.submit_all(request_id, prompt, [sampling], stop, streams=[stream])
+        return request.stream
+
+    def submit_all(
+        self,
+        request_id: str,
+        prompt: list[int],
+        samplings: SequenceOf[SamplingParams],  # one for each completion of the prompt
+        stop: StopConditions,
+        options: ResponseOptions = PLAIN,
+        priority: int = 0,
+        streams: SequenceOf[OutputStream | None] = (),
+    ) -> list[Request]:
+        """Queues a checked request: all of its completions, or none. Raises ``NeoError``."""
         if not self.accepting:
             raise ShuttingDownError("the server is shutting down")
         if request_id in self._requests:
             raise DuplicateRequestError(f"request_id {request_id!r} is in use")
-        self._check_queue(len(prompt))
-        sequence = Sequence(next(self._ids), array("i", prompt), len(prompt), sampling)
-        sequence.max_len = len(prompt) + stop.max_tokens
-        stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
-        request = Request(
-            *(request_id, sequence, stop, self.tokenizer.detokenizer(), stops),
-            *(stream or OutputStream(), self._clock()),
-        )
-        self._requests[request_id] = request
-        self._by_sequence[sequence.id] = request
-        self.scheduler.add(sequence)
+        self._check_queue(len(prompt), len(samplings))
+        made = [
+            self._make(request_id, index, prompt, sampling, stop, options, priority)
+            for index, sampling in enumerate(samplings)
+        ]
+        for request, stream in zip(made, streams, strict=False):
+            request.stream = stream or request.stream
+        self._requests[request_id] = {request.index: request for request in made}
+        for request in made:
+            self._by_sequence[request.sequence.id] = request
+            self.scheduler.add(request.sequence)
         self._idle.clear()
         self._work.set()
-        return request.stream
+        return made
 
-    def _check_queue(self, num_prompt: int) -> None:
+    def _make(
+        self,
+        request_id: str,
+        index: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stop: StopConditions,
+        options: ResponseOptions,
+        priority: int,
+    ) -> Request:
+        if stop.min_tokens and stop.stop_token_ids:
+            held_back = tuple(sorted(stop.stop_token_ids))
+            sampling = replace(sampling, min_tokens=stop.min_tokens, held_back=held_back)
+        number = sequence_id(next(self._ids), priority)
+        sequence = Sequence(number, array("i", prompt), len(prompt), sampling)
+        sequence.max_len = len(prompt) + stop.max_tokens
+        stops = StopStrings(stop.stop, include_in_output=stop.include_stop_str_in_output)
+        skip = options.skip_special_tokens
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip)
+        return Request(
+            *(request_id, sequence, stop, detokenizer, stops, OutputStream(), self._clock()),
+            index=index,
+            options=options,
+            tokenizer=self.tokenizer,
+        )
+
+    def _check_queue(self, num_prompt: int, n: int) -> None:
         """Refuses a request that would wait beyond a limit; an empty queue takes any."""
         waiting, tokens = len(self.scheduler.waiting), self.scheduler.num_waiting_tokens
-        if waiting >= self._max_num_queued_reqs:
+        if waiting and waiting + n > self._max_num_queued_reqs:
             raise OverloadedError(
-                f"{waiting} requests wait; max_num_queued_reqs is {self._max_num_queued_reqs}"
+                f"{waiting} requests wait{_more(n)}; "
+                f"max_num_queued_reqs is {self._max_num_queued_reqs}"
             )
         limit = self._max_num_queued_tokens
-        if limit is not None and waiting and tokens + num_prompt > limit:
+        if limit is not None and waiting and tokens + n * num_prompt > limit:
             raise OverloadedError(
-                f"{tokens} tokens wait, the prompt has {num_prompt}; "
+                f"{tokens} tokens wait, the prompt has {num_prompt}{_more(n)}; "
                 f"max_num_queued_tokens is {limit}"
             )
 
-    def request(self, request_id: str) -> Request | None:
+    def request(self, request_id: str, index: int = 0) -> Request | None:
         """A request that is being served."""
-        return self._requests.get(request_id)
+        return self._requests.get(request_id, {}).get(index)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; unknown ids are no error."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.end(Finish(FinishReason.ABORT))
-            self._forget(request)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request wherever it is, or one completion of it; unknown ones are no error."""
+        for request in list(self._requests.get(request_id, {}).values()):
+            if index is None or request.index == index:
+                request.end(Finish(FinishReason.ABORT))
+                self._forget(request)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new work; running streams may finish for ``timeout_s``, then are aborted."""
@@ -173,7 +216,7 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            _log.warning("%d requests aborted at shutdown", len(self._requests))
+            _log.warning("%d requests aborted at shutdown", len(self._by_sequence))
             for request_id in list(self._requests):
                 self.abort(request_id)
 
@@ -193,7 +236,10 @@ class Engine:
                 self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
+        completions = self._requests[request.request_id]
+        del completions[request.index]
+        if not completions:
+            del self._requests[request.request_id]
         del self._by_sequence[request.sequence.id]
         self.scheduler.finish(request.sequence)
         self.latencies.note_end(request, self._clock())
@@ -209,7 +255,7 @@ class Engine:
         self._crashes += 1
         if self._crashes >= 2 * _CRASHES:
             raise PlanCrashError(f"{error}, {self._crashes} times in a row")
-        _log.warning("%s; %d requests will be prefilled again", error, len(self._requests))
+        _log.warning("%s; %d requests will be prefilled again", error, len(self._by_sequence))
         later = [future for _, future in self._in_flight]
         self._in_flight.clear()
         await asyncio.gather(*later, return_exceptions=True)  # lost with the worker, like this one
@@ -230,6 +276,10 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         self.accepting = False
         failure = error if isinstance(error, NeoError) else NeoError(f"engine failed: {error!r}")
-        for request in list(self._requests.values()):
+        for request in list(self._by_sequence.values()):
             request.stream.fail(failure)
             self._forget(request)
+
+
+def _more(n: int) -> str:
+    return "" if n == 1 else f" and n is {n}"

@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 
 from neo_server.admission import (
     check_length,
+    check_priority,
     check_prompt,
     check_request_id,
     check_stop_strings,
     check_text,
+    completions_of,
+    kept_tokens,
     sampling_of,
     stop_of,
+    told_of,
 )
 from neo_server.engine import Engine
 from neo_server.errors import InvalidRequestError
@@ -33,29 +37,39 @@ class Frontend:
         self._state = state
 
     async def submit(self, message: pb.GenerateRequest) -> Request:
-        """A request that is being served; ``release`` has to follow, however its reader ends.
+        """As ``submit_all``, for protocols whose answers have one completion."""
+        if message.sampling_params.n > 1:
+            raise InvalidRequestError(f"n is {message.sampling_params.n}; it must be 1 here", "n")
+        (served,) = await self.submit_all(message)
+        return served
 
-        Raises ``NeoError``.
+    async def submit_all(self, message: pb.GenerateRequest) -> list[Request]:
+        """The request's completions; ``release`` has to follow for each, however it ends.
+
+        Raises ``NeoError``: then there are none.
         """
-        engine = self._state.serving_engine()
+        engine, resolved = self._state.serving_engine(), self._state.resolved
         request_id = check_request_id(message.request_id)
-        model = self._state.resolved.model
+        priority = check_priority(message.priority)
         limit, limit_name = _limit(self._state, engine)
         ids = await self._prompt(message, limit, limit_name)
-        check_prompt(ids, model.vocab_size, limit, limit_name)
-        sampling = sampling_of(message.sampling_params)
-        stop = stop_of(message.stop_conditions, limit - len(ids), model)
-        check_stop_strings(stop.stop, self._state.resolved.has_tokenizer)
-        engine.submit(request_id, ids, sampling, stop)
-        served = engine.request(request_id)
-        assert served is not None
-        return served
+        check_prompt(ids, resolved.model.vocab_size, limit, limit_name)
+        sampling, options = told_of(
+            message.response_options,
+            sampling_of(message.sampling_params, resolved.model.vocab_size),
+            resolved.config.scheduler.max_logprobs,
+            resolved.has_tokenizer,
+        )
+        samplings = completions_of(message.sampling_params, sampling)
+        stop = stop_of(message.stop_conditions, limit - len(ids), resolved.model)
+        check_stop_strings(stop.stop, resolved.has_tokenizer)
+        return engine.submit_all(request_id, ids, samplings, stop, options, priority)
 
     def release(self, served: Request) -> None:
         """Nobody reads it any more: unless it is over, it ends and its cache is freed."""
         engine = self._state.serving_engine()
-        if engine.request(served.request_id) is served:
-            engine.abort(served.request_id)
+        if engine.request(served.request_id, served.index) is served:
+            engine.abort(served.request_id, served.index)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text of any length."""
@@ -112,21 +126,30 @@ class Frontend:
         )
 
     async def _prompt(self, message: pb.GenerateRequest, limit: int, limit_name: str) -> list[int]:
+        """Cut to its end where that is asked for; what begins every text stays before it."""
         kind = message.WhichOneof("prompt")
+        kept = kept_tokens(message, limit, limit_name)
         if kind == "token_ids":
-            check_length(len(message.token_ids.ids), limit, limit_name)
-            return list(message.token_ids.ids)
-        if kind == "conversation":
-            messages = message.conversation.messages
-            return await self.encode_messages(
-                [{"role": one.role, "content": one.content} for one in messages]
-            )
+            ids = message.token_ids.ids if kept is None else message.token_ids.ids[-kept:]
+            check_length(len(ids), limit, limit_name)
+            return list(ids)
         if kind is None:
             raise InvalidRequestError(
                 "prompt is unset; it must be text, token_ids or conversation", "prompt"
             )
-        check_text(message.text, limit, limit_name, self._state.tokenizer.longest_token)
-        return await self.encode(message.text)
+        if kind == "conversation":
+            messages = message.conversation.messages
+            ids = await self.encode_messages(
+                [{"role": one.role, "content": one.content} for one in messages]
+            )
+        else:
+            if kept is None:
+                check_text(message.text, limit, limit_name, self._state.tokenizer.longest_token)
+            ids = await self.encode(message.text)
+        if kept is None or len(ids) <= kept:
+            return ids
+        prefix = list(self._state.tokenizer.prefix)[:kept]
+        return prefix + ids[len(ids) - (kept - len(prefix)) :]
 
 
 async def _call(length: int, work: Callable[[], T]) -> T:

@@ -67,4 +67,5 @@ def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) 
         "world_size": 1,
         "spin_us": worker.spin_us,
         "lease_us": worker.lease_us,
+        "max_logprobs": scheduler.max_logprobs,
     }

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from neo_server.errors import GpuWorkerDiedError, GpuWorkerHungError
 from neo_server.plan import Mode
-from neo_server.step import UNKNOWN_TOKEN, StageTimes, Step, StepResult
+from neo_server.sampling import TokenLogprobs
+from neo_server.step import UNKNOWN_TOKEN, RowLogprobs, StageTimes, Step, StepResult
 from neo_server.table_cost import ProfileTable
 
 if TYPE_CHECKING:
@@ -213,7 +214,17 @@ def read_result(slot: ResultSlot) -> StepResult:
             swap=float(header["swap"]),
             head=float(header["head"]),
         ),
+        logprobs=_logprobs(slot) if header["n_logprobs"] else (),
     )
+
+
+def _logprobs(slot: ResultSlot) -> list[RowLogprobs]:
+    count = int(slot.header["n_logprobs"])
+    entries, top = slot.logprobs[:count].tolist(), slot.top[:count].tolist()
+    return [
+        RowLogprobs(row, position, TokenLogprobs(token, own, rank, tuple(best[:n_top])))
+        for (row, position, token, own, rank, n_top), best in zip(entries, top, strict=True)
+    ]
 
 
 def _pair(field: npt.NDArray[Any]) -> tuple[float, float]:

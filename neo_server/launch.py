@@ -332,4 +332,5 @@ def _scheduler_config(
         tpot_slo_s=None if options.tpot_slo_ms is None else options.tpot_slo_ms * 1e-3,
         ttft_slo_s=None if options.ttft_slo_ms is None else options.ttft_slo_ms * 1e-3,
         max_skipped_iterations=options.max_skipped_iterations,
+        max_logprobs=options.max_logprobs,
     )

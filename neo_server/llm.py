@@ -15,8 +15,8 @@ from rich.console import Console
 from neo_server.async_llm import AsyncLLM
 from neo_server.errors import InvalidRequestError, NeoError
 from neo_server.outputs import RequestOutput
+from neo_server.params import Message, Prompt, SamplingParams, is_conversation, is_prompt
 from neo_server.progress import progress
-from neo_server.sampling import Message, Prompt, SamplingParams, is_conversation, is_prompt
 from protos import inference_pb2 as pb
 
 T = TypeVar("T")

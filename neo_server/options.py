@@ -83,6 +83,9 @@ class Options:
     max_skipped_iterations: Annotated[
         int, Option(help="In a row, that a CPU-request may be left out.", min=1)
     ] = 32
+    max_logprobs: Annotated[
+        int, Option(help="The most alternatives that logprobs can ask for.", min=0, max=1024)
+    ] = 20
     profile: Annotated[
         bool, Option(help="Measure stage times at start, unless they are stored.")
     ] = True

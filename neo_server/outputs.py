@@ -36,12 +36,24 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """Of one token, by the model alone: without temperature, penalties and biases."""
+
+    token_id: int
+    logprob: float | None  # None: a prompt's first token, which nothing foretells
+    rank: int  # 1: the likeliest; 0 for None
+    top: dict[int, float]  # of the likeliest tokens, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What has come since the one before; the last of a sequence has ``finished``."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finished: Finished | None = None
+    index: int = 0  # of the completion, below ``n``
+    logprobs: tuple[Logprob, ...] = ()  # of each token, where they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,8 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
+    index: int = 0
+    logprobs: tuple[Logprob, ...] = ()
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -69,6 +83,7 @@ class RequestOutput:
 
     request_id: str
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
     @property
     def text(self) -> str:
@@ -87,31 +102,59 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class _Sequence:
+    """One completion so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
 class Collector:
     """From the messages of one ``Generate`` to deltas, and to the whole."""
 
     request_id: str = ""
-    _text: list[str] = field(default_factory=list)
-    _token_ids: list[int] = field(default_factory=list)
-    _finished: Finished | None = None
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _prompt_logprobs: tuple[Logprob, ...] = ()
 
     def add(self, message: pb.GenerateResponse) -> Delta | None:
         """``None`` where the message says nothing of the output."""
         self.request_id = message.request_id
-        if message.HasField("finish_info"):
-            self._finished = finished_of(message.finish_info)
-            return Delta(finished=self._finished)
-        if not message.HasField("delta"):
+        event, index = message.WhichOneof("event"), message.index
+        if event == "prompt_logprobs":
+            self._prompt_logprobs = tuple(map(logprob_of, message.prompt_logprobs.tokens))
+        if event not in ("finish_info", "delta"):
             return None
-        self._text.append(message.delta.text)
-        self._token_ids.extend(message.delta.token_ids)
-        return Delta(message.delta.text, tuple(message.delta.token_ids))
+        sequence = self._sequences.setdefault(index, _Sequence())
+        if event == "finish_info":
+            sequence.finished = finished_of(message.finish_info)
+            return Delta(finished=sequence.finished, index=index)
+        delta = message.delta
+        logprobs = tuple(map(logprob_of, delta.logprobs))
+        sequence.text.append(delta.text)
+        sequence.token_ids.extend(delta.token_ids)
+        sequence.logprobs.extend(logprobs)
+        return Delta(delta.text, tuple(delta.token_ids), index=index, logprobs=logprobs)
 
     def whole(self) -> RequestOutput:
         """After the last message."""
-        assert self._finished is not None, "a stream without an error ends with finish_info"
-        output = CompletionOutput("".join(self._text), tuple(self._token_ids), self._finished)
-        return RequestOutput(self.request_id, (output,))
+        outputs = tuple(_output(index, one) for index, one in sorted(self._sequences.items()))
+        return RequestOutput(self.request_id, outputs, self._prompt_logprobs)
+
+
+def _output(index: int, one: _Sequence) -> CompletionOutput:
+    assert one.finished is not None, "a stream without an error ends with finish_info"
+    text, ids = "".join(one.text), tuple(one.token_ids)
+    return CompletionOutput(text, ids, one.finished, index, tuple(one.logprobs))
+
+
+def logprob_of(message: pb.TokenLogprobs) -> Logprob:
+    """The message as a plain object."""
+    own = message.logprob if message.HasField("logprob") else None
+    top = {one.token_id: one.logprob for one in message.top}
+    return Logprob(message.token_id, own, message.rank, top)
 
 
 def finished_of(info: pb.FinishInfo) -> Finished:

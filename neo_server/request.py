@@ -7,10 +7,25 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from itertools import chain
 
 from neo_server.errors import NeoError
 from neo_server.plan import Place, SeqView
-from neo_server.tokenizer import Detokenizer, StopStrings
+from neo_server.sampling import PLAIN, ResponseOptions, SamplingParams, TokenLogprobs
+from neo_server.tokenizer import AnyTokenizer, Detokenizer, StopStrings
+
+__all__ = [
+    "Finish",
+    "FinishReason",
+    "Output",
+    "OutputStream",
+    "Request",
+    "SamplingParams",
+    "Sequence",
+    "State",
+    "StopConditions",
+    "joined",
+]
 
 
 class FinishReason(IntEnum):
@@ -32,17 +47,6 @@ class State(Enum):
     WAITING = "waiting"  # holds no cache
     RUNNING = "running"  # holds a slot and cache
     FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a token is drawn; see protos/inference.proto."""
-
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,19 @@ class Output:
     text: str
     token_ids: tuple[int, ...]
     finish: Finish | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the output's tokens, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # once, if asked for
+
+
+def joined(outputs: SequenceOf[Output]) -> Output:
+    """Several of one request as one."""
+    return Output(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
+        finish=outputs[-1].finish if outputs else None,
+        logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
+        prompt_logprobs=tuple(chain.from_iterable(output.prompt_logprobs for output in outputs)),
+    )
 
 
 class OutputStream:
@@ -83,6 +100,8 @@ class OutputStream:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._finish: Finish | None = None
         self._error: NeoError | None = None
         self._changed = asyncio.Event()
@@ -97,6 +116,13 @@ class OutputStream:
         self._changed.set()
         if finish is not None:
             self._over.set()
+
+    def tell(
+        self, logprobs: SequenceOf[TokenLogprobs], prompt: SequenceOf[TokenLogprobs] = ()
+    ) -> None:
+        """Adds log-probabilities to what the next ``push`` brings."""
+        self._logprobs.extend(logprobs)
+        self._prompt_logprobs.extend(prompt)
 
     def fail(self, error: NeoError) -> None:
         """Ends the stream with an error, the first one."""
@@ -118,9 +144,12 @@ class OutputStream:
         await self._changed.wait()
         if self._error is not None:
             raise self._error
-        output = Output("".join(self._text), tuple(self._token_ids), self._finish)
-        self._text.clear()
-        self._token_ids.clear()
+        output = Output(
+            *("".join(self._text), tuple(self._token_ids), self._finish),
+            *(tuple(self._logprobs), tuple(self._prompt_logprobs)),
+        )
+        for taken in (self._text, self._token_ids, self._logprobs, self._prompt_logprobs):
+            taken.clear()
         if self._finish is None:
             self._changed.clear()
         return output
@@ -130,7 +159,7 @@ class OutputStream:
 class Sequence:
     """Tokens, where their KV cache is, and what it takes there. Only the scheduler changes it."""
 
-    id: int  # grows with arrival
+    id: int  # by priority, then arrival
     tokens: array[int]  # int32: prompt, then output
     num_prompt: int
     sampling: SamplingParams
@@ -151,6 +180,8 @@ class Sequence:
     num_preemptions: int = 0
     skipped: int = 0  # iterations in a row that left it, a CPU decode, out
     ride: int = 0  # layers of its next token that are done
+    logprobs: TokenLogprobs | None = None  # of the latest output token, if asked for
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
     @property
     def num_planned(self) -> int:
@@ -185,15 +216,24 @@ class Request:
     planned_at: float | None = None  # the first plan that names it
     token_at: float | None = None  # the latest token
     finish: Finish | None = None
+    index: int = 0  # of the completion, where one prompt has several
+    options: ResponseOptions = PLAIN
+    tokenizer: AnyTokenizer | None = None  # for the prompt's text, where it is echoed
+    text_length: int = 0  # characters of text so far, held back or not
 
     def accept(self, token: int) -> None:
         """Takes a token that the scheduler has appended already, and streams what it gives."""
         num_output = self.sequence.num_output
+        if num_output == 1:
+            self._open()
+        if (entry := self.sequence.logprobs) is not None:
+            self.stream.tell([entry._replace(text_offset=self.text_length)])
         may_stop = num_output > self.stop.min_tokens
         if may_stop and token in self.stop.stop_token_ids:
-            self.end(Finish(FinishReason.STOP, stop_token_id=token), (token,))
+            text = self._text_of(token) if self.stop.include_stop_str_in_output else ""
+            self.end(Finish(FinishReason.STOP, stop_token_id=token), (token,), text)
             return
-        text, stop_str = self.stop_strings.feed(self.detokenizer.feed(token), check=may_stop)
+        text, stop_str = self.stop_strings.feed(self._text_of(token), check=may_stop)
         if stop_str is not None:
             self.finish = Finish(FinishReason.STOP, stop_str=stop_str)
             self.stream.push(text, (token,), self.finish)
@@ -202,9 +242,37 @@ class Request:
         else:
             self.stream.push(text, (token,))
 
-    def end(self, finish: Finish, token_ids: SequenceOf[int] = ()) -> None:
-        """Ends the stream, with the text that was held back."""
-        self._flush(finish, token_ids, "")
+    def end(self, finish: Finish, token_ids: SequenceOf[int] = (), text: str = "") -> None:
+        """Ends the stream, with the text that was held back; ``text`` comes behind it."""
+        if text:
+            text, _ = self.stop_strings.feed(text, check=False)
+        self._flush(finish, token_ids, text)
+
+    def _text_of(self, token: int) -> str:
+        text = self.detokenizer.feed(token)
+        self.text_length += len(text)
+        return text
+
+    def _open(self) -> None:
+        """What comes before the first output: the prompt, as far as it was asked for."""
+        prompt = self.sequence.tokens[: self.sequence.num_prompt].tolist()
+        logprobs = self.sequence.sampling.prompt_logprobs
+        if not (self.options.echo or logprobs is not None):
+            return
+        assert self.tokenizer is not None
+        detokenizer = self.tokenizer.detokenizer(
+            skip_special_tokens=self.options.skip_special_tokens
+        )
+        texts, offsets = [], [0]
+        for token in prompt:
+            texts.append(detokenizer.feed(token))
+            offsets.append(offsets[-1] + len(texts[-1]))
+        if logprobs is not None:
+            self.stream.tell((), _prompt_logprobs(self.sequence, prompt, offsets))
+        if self.options.echo:
+            text = "".join(texts) + detokenizer.flush()
+            self.text_length = len(text)
+            self.stream.push(text, prompt)
 
     def _flush(self, finish: Finish, token_ids: SequenceOf[int], text: str) -> None:
         """An unfinished character may complete a stop string even here."""
@@ -218,3 +286,15 @@ class Request:
             finish = Finish(FinishReason.STOP, stop_str=stop_str)
         self.finish = finish
         self.stream.push(text, token_ids, finish)
+
+
+def _prompt_logprobs(
+    sequence: Sequence, prompt: list[int], offsets: list[int]
+) -> list[TokenLogprobs]:
+    """Of every token of the prompt; nothing foretells its first."""
+    unknown = TokenLogprobs(0, None, 0, ())
+    known = sequence.prompt_logprobs
+    return [
+        known.get(position, unknown)._replace(token_id=token, text_offset=offsets[position])
+        for position, token in enumerate(prompt)
+    ]

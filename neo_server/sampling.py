@@ -1,106 +1,70 @@
-"""What a user asks for, as every client of the engine says it: parameters and prompts."""
+"""How tokens are drawn and what is told of them: the parts of a request that workers carry out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from neo_server.errors import InvalidRequestError
-from protos import inference_pb2 as pb
+from neo_native import Feature
 
-Message = Mapping[str, str]  # role and content
-Prompt = str | Sequence[int] | Sequence[Message]  # a text, token ids, or a conversation
+PRIORITY_STEP = 1 << 40  # sequences of one priority are numbered below it
+MAX_PRIORITY = 1_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when a request is over.
+    """How a token is drawn; see protos/inference.proto."""
 
-    Every field is the field of that name in protos/inference.proto, which says what it means;
-    ``None`` leaves the server's default. Values are checked where the request is served.
-    """
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # alternatives told beside each output token; None: not even its
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0  # of output, before one of ``held_back`` may be drawn
+    held_back: tuple[int, ...] = ()
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-
-    def message(self) -> pb.GenerateRequest:
-        """A request without a prompt.
-
-        Raises ``InvalidRequestError`` for what a field cannot hold.
-        """
-        request = pb.GenerateRequest()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                _set(request, field.name, value)
-        return request
-
-
-def request_of(
-    prompt: Prompt, params: SamplingParams | None = None, request_id: str = ""
-) -> pb.GenerateRequest:
-    """A whole request. Raises ``InvalidRequestError``."""
-    request = (params or SamplingParams()).message()
-    request.request_id = request_id
-    try:
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif is_conversation(prompt):
-            for message in prompt:
-                request.conversation.messages.add(**message)
-        else:
-            request.token_ids.ids.extend(cast(Sequence[int], prompt))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"prompt: {error}", "prompt") from error
-    return request
+    @property
+    def features(self) -> Feature:
+        """What its slot wants beyond drawing a token."""
+        found = Feature(0)
+        if self.logit_bias or self.held_back:
+            found |= Feature.BIASES
+        if self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0:
+            found |= Feature.PENALTIES
+        if self.logprobs is not None:
+            found |= Feature.LOGPROBS
+        if self.prompt_logprobs is not None:
+            found |= Feature.PROMPT_LOGPROBS
+        return found
 
 
-def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    """Messages, each with ``role`` and ``content``."""
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+class TokenLogprobs(NamedTuple):
+    """Of one token: by the model alone, without temperature, penalties and biases."""
+
+    token_id: int
+    logprob: float | None  # None: a prompt's first token
+    rank: int  # 1: the likeliest; 0 for None
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, the likeliest first
+    text_offset: int = 0  # characters of text before the token's own
 
 
-def is_prompt(prompts: object) -> bool:
-    """One prompt, rather than several."""
-    if isinstance(prompts, str) or is_conversation(prompts):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What an answer holds beside the output."""
+
+    echo: bool = False
+    skip_special_tokens: bool = True
 
 
-@cache
-def _homes() -> dict[str, str]:
-    """Which field of ``GenerateRequest`` holds the message that has a field; empty: itself."""
-    own = pb.GenerateRequest.DESCRIPTOR.fields
-    homes = {field.name: "" for field in own}
-    for field in own:
-        if field.message_type is not None and field.containing_oneof is None:
-            homes |= {inner.name: field.name for inner in field.message_type.fields}
-    return homes
+PLAIN = ResponseOptions()
 
 
-def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
-    home = _homes()[name]
-    message = getattr(request, home) if home else request
-    try:
-        current = getattr(message, name)
-        if isinstance(value, str) and not isinstance(current, str):
-            value = [value]  # one of a repeated field
-        if isinstance(value, Mapping):
-            current.update(value)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            current.extend(value)
-        else:
-            setattr(message, name, value)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidRequestError(f"{name} is {value!r:.100}: {error}", name) from error
+def sequence_id(number: int, priority: int) -> int:
+    """Ids order by priority, then arrival: queues and policies know no other order."""
+    return priority * PRIORITY_STEP + number

@@ -156,6 +156,8 @@ class Scheduler:
                 seq.pending -= 1
                 sampled.append((seq, token))
         self.metrics.num_output_tokens += len(sampled)
+        if result.logprobs:
+            _hand_logprobs(step, result)
         return sampled
 
     def reset(self, blocks: BlockManager) -> None:
@@ -378,6 +380,19 @@ class Scheduler:
         elif kind == RowKind.DECODE_CPU:
             self.metrics.num_cpu_decodes += 1
             seq.num_cpu_decodes += 1
+
+
+def _hand_logprobs(step: Step, result: StepResult) -> None:
+    """To the sequences whose rows count."""
+    epochs = step.epoch.tolist()
+    for row, position, logprobs in result.logprobs:
+        seq = step.seqs[row]
+        if result.statuses[row] == RowStatus.VOIDED or seq.epoch != epochs[row]:
+            continue
+        if position < seq.num_prompt:
+            seq.prompt_logprobs[position] = logprobs
+        else:
+            seq.logprobs = logprobs
 
 
 def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:

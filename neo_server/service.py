@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import grpc
 
+from neo_server.choices import Choices
 from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
 from neo_server.info import loads, model_info, server_info
-from neo_server.request import Finish, Request
+from neo_server.request import Finish, Output, Request
+from neo_server.sampling import TokenLogprobs
 from neo_server.state import ServerState
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
@@ -28,21 +30,22 @@ class InferenceService(rpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Streams one request. However the call ends, both caches are freed."""
         try:
-            served = await self._frontend.submit(request)
+            choices = await Choices.submit(self._frontend, [request])
         except NeoError as error:
             await _refuse(context, error)
         try:
-            async for message in responses(served):
+            async for message in responses(choices):
                 await context.write(message)
         except NeoError as error:
             await _refuse(context, error)
         finally:
-            self._frontend.release(served)
+            choices.release()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Idempotent."""
         if self._state.engine is not None:
-            self._state.engine.abort(request.request_id)
+            index = request.index if request.HasField("index") else None
+            self._state.engine.abort(request.request_id, index)
         return pb.AbortResponse()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
@@ -82,18 +85,36 @@ class InferenceService(rpc.InferenceServicer):
         return loads(self._state)
 
 
-async def responses(served: Request) -> AsyncIterator[pb.GenerateResponse]:
+async def responses(choices: Choices) -> AsyncIterator[pb.GenerateResponse]:
     """What ``Generate`` sends; a slow reader gets fewer, larger deltas. Raises ``NeoError``."""
-    request_id, finish = served.request_id, None
-    prompt_info = pb.PromptInfo(num_prompt_tokens=served.sequence.num_prompt)
-    yield pb.GenerateResponse(request_id=request_id, prompt_info=prompt_info)
-    while finish is None:
-        output = await served.stream.next()
-        finish = output.finish
-        if output.text or output.token_ids:
-            delta = pb.Delta(text=output.text, token_ids=output.token_ids)
-            yield pb.GenerateResponse(request_id=request_id, delta=delta)
-    yield pb.GenerateResponse(request_id=request_id, finish_info=_finish_info(served, finish))
+    first = choices.served[0]
+    prompt_info = pb.PromptInfo(num_prompt_tokens=first.sequence.num_prompt)
+    yield pb.GenerateResponse(request_id=first.request_id, prompt_info=prompt_info)
+    async for index, output in choices.outputs():
+        for response in _responses(choices.served[index], output):
+            yield response
+
+
+def _responses(served: Request, output: Output) -> Iterator[pb.GenerateResponse]:
+    id_, index = served.request_id, served.index
+    if output.prompt_logprobs:
+        told = pb.PromptLogprobs(tokens=map(_logprobs_of, output.prompt_logprobs))
+        yield pb.GenerateResponse(request_id=id_, index=index, prompt_logprobs=told)
+    if output.text or output.token_ids:
+        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
+        if output.logprobs:
+            delta.logprobs.extend(map(_logprobs_of, output.logprobs))
+        yield pb.GenerateResponse(request_id=id_, index=index, delta=delta)
+    if output.finish is not None:
+        finish_info = _finish_info(served, output.finish)
+        yield pb.GenerateResponse(request_id=id_, index=index, finish_info=finish_info)
+
+
+def _logprobs_of(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token, logprob=own) for token, own in entry.top]
+    return pb.TokenLogprobs(
+        token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top=top
+    )
 
 
 def _finish_info(served: Request, finish: Finish) -> pb.FinishInfo:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from neo_native import RowKind, SwapKind
 from neo_server.plan import Ints, Plan
 from neo_server.request import Sequence
+from neo_server.sampling import TokenLogprobs
 
 UNKNOWN_TOKEN = -1  # in the step ring: what the slot's row of the plan before samples
 
@@ -73,6 +74,14 @@ class StageTimes:
     head: float = 0.0
 
 
+class RowLogprobs(NamedTuple):
+    """Of one token of a row: the sampled one, or one of the prompt's."""
+
+    row: int
+    position: int  # of the token in its sequence
+    logprobs: TokenLogprobs
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came back; one entry per row, in the order of the step."""
@@ -82,3 +91,4 @@ class StepResult:
     tokens: SequenceOf[int]  # -1 unless sampled
     elapsed_s: float
     times: StageTimes = StageTimes()
+    logprobs: SequenceOf[RowLogprobs] = ()  # of rows that ask for them

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from neo_server.client import Client
-from neo_server.sampling import SamplingParams
+from neo_server.params import SamplingParams
 
 
 def print_answers(

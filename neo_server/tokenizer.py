@@ -32,7 +32,9 @@ class Tokenizer:
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self.longest_token = max(map(len, rust.get_vocab()), default=1)  # characters
-        self._prefix = self._special_prefix()
+        self.prefix = self._special_prefix()  # ids that begin every text
+        self._plain = next(iter(self.encode("a", add_special_tokens=False)), 0)
+        self._plain_length = len(self.decode([self._plain], skip_special_tokens=False))
 
     def _special_prefix(self) -> list[int]:
         """What the post-processor puts before a text: a BOS, or nothing."""
@@ -66,7 +68,7 @@ class Tokenizer:
         Where the tokenizer begins texts with a BOS and the template has written none, one is added.
         """
         ids = self.encode(text, add_special_tokens=False)
-        return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
+        return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the whole. As for ``encode``, other threads run meanwhile if it is long."""
@@ -77,24 +79,39 @@ class Tokenizer:
             (text,) = self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental detokenizer."""
         if self._byte_level:
-            return ByteLevelDetokenizer(self)
-        return WindowDetokenizer(self)
+            return ByteLevelDetokenizer(self, skip_special_tokens)
+        return WindowDetokenizer(self, skip_special_tokens)
 
-    def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; ``None`` for special and unknown ids."""
-        if token_id in self._special:
+    def token(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """The token as the vocabulary spells it; ``None`` for skipped and unknown ids."""
+        if skip_special_tokens and token_id in self._special:
             return None
         token: str | None = self._rust.id_to_token(token_id)
         return token
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        """One token by itself, special or not: as text, and as the bytes that it stands for."""
+        token = self.token(token_id, skip_special_tokens=False)
+        if token is not None and self._byte_level:
+            data = _bytes_of(token)
+            return data.decode(errors="replace"), data
+        if token is not None and _BYTE_TOKEN.fullmatch(token):
+            data = bytes([int(token[3:5], 16)])
+            return data.decode(errors="replace"), data
+        # A decoder that strips a text's first space would strip the token's: let one go before.
+        other = [self._plain, token_id]
+        text = self.decode(other, skip_special_tokens=False)[self._plain_length :]
+        return text, text.encode()
 
 
 class NoTokenizer:
     """For token ids alone: outputs have no text."""
 
     longest_token = 1  # characters
+    prefix: Sequence[int] = ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises ``InvalidRequestError``."""
@@ -110,9 +127,14 @@ class NoTokenizer:
         """Raises ``InvalidRequestError``."""
         raise InvalidRequestError("there is no tokenizer: tokens have no text", "tokens")
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """One that finds no text."""
         return NoDetokenizer()
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        """The id: there is nothing else."""
+        text = f"token_id:{token_id}"
+        return text, text.encode()
 
 
 AnyTokenizer = Tokenizer | NoTokenizer
@@ -144,23 +166,26 @@ def _byte_of_character() -> dict[str, int]:
 _BYTES = _byte_of_character()
 
 
+def _bytes_of(token: str) -> bytes:
+    """Of a byte-level token."""
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:  # an added token, which is plain text
+        return token.encode()
+
+
 class ByteLevelDetokenizer:
     """For byte-level vocabularies: tokens are bytes, so UTF-8 is decoded as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
         """See ``Detokenizer``."""
-        token = self._tokenizer.token(token_id)
-        if token is None:
-            return ""
-        try:
-            data = bytes([_BYTES[character] for character in token])
-        except KeyError:  # an added token, which is plain text
-            data = token.encode()
-        return self._utf8.decode(data)
+        token = self._tokenizer.token(token_id, skip_special_tokens=self._skip)
+        return "" if token is None else self._utf8.decode(_bytes_of(token))
 
     def flush(self) -> str:
         """See ``Detokenizer``."""
@@ -174,14 +199,15 @@ class WindowDetokenizer:
     run is decoded.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._window: list[int] = []
         self._done = 0  # tokens of the window whose text has been returned
 
     def feed(self, token_id: int) -> str:
         """See ``Detokenizer``."""
-        token = self._tokenizer.token(token_id)
+        token = self._tokenizer.token(token_id, skip_special_tokens=self._skip)
         if token is None:
             return ""
         self._window.append(token_id)
@@ -194,11 +220,14 @@ class WindowDetokenizer:
         return self._take()
 
     def _take(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._done])
-        text = self._tokenizer.decode(self._window)[len(before) :]
+        before = self._decode(self._window[: self._done])
+        text = self._decode(self._window)[len(before) :]
         del self._window[: self._done]
         self._done = len(self._window)
         return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 class NoDetokenizer:

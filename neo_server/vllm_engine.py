@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import grpc
 
 from neo_server import __version__
+from neo_server.choices import Choices
 from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
-from neo_server.http.choices import Choices
 from neo_server.info import MODEL_TYPE
 from neo_server.loads import CacheUse, loads_of
 from neo_server.request import Finish, Request

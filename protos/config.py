@@ -73,6 +73,8 @@ class SchedulerConfig(_Frozen):
     max_num_batched_tokens: Positive = 2048
     max_model_len: Positive = 2048
     enable_chunked_prefill: bool = True
+    # Alternatives that are told beside a token: room for them is in every result.
+    max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     max_skipped_iterations: Positive = 32  # in a row, for a CPU-request that could decode
     tpot_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # of an iteration; None: none
     ttft_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # from arrival to the first token

@@ -75,7 +75,9 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one request's tokens. First message: prompt_info; then deltas; last: finish_info.
+        """Streams one request's tokens. First message: prompt_info; then, where they are asked for,
+        prompt_logprobs; then deltas; last: finish_info. With n > 1 deltas and finish_infos of all
+        completions come as they are made, told apart by `index`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

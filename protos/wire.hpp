@@ -8,7 +8,7 @@
 //   control    server: header, geometry, server row | each worker: its own row | core leases: CAS
 //   steps      server produces, gpu_worker consumes (payload lies in the ring slots)
 //   results    gpu_worker produces, server consumes
-//   sequences  server writes block tables and sampling parameters; everyone else reads
+//   sequences  server writes block tables, sampling parameters, biases; everyone else reads
 //   work       gpu_worker writes descriptors and `published`; cpu workers CAS task words and `done`
 //   exchange   gpu_worker writes Q rows; each cpu worker writes its own output area
 //   cpu_cache  gpu_worker writes K and V; cpu workers map it read-only
@@ -22,9 +22,10 @@
 namespace neo::wire {
 
 inline constexpr std::uint64_t kMagic = 0x0031'4d48'534f'454eULL;  // "NEOSHM1\0", little endian
-inline constexpr std::uint32_t kVersion = 2;
+inline constexpr std::uint32_t kVersion = 3;
 inline constexpr std::uint32_t kChannels = 2;  // one per sub-batch
 inline constexpr std::uint32_t kMaxCores = 1024;
+inline constexpr std::uint32_t kMaxBiases = 1408;  // of a slot: 300 of logit_bias, stop tokens
 
 enum class SegmentKind : std::uint32_t {
   control = 1,
@@ -73,9 +74,10 @@ struct alignas(64) Geometry {
   std::uint32_t max_workers;  // rows of the worker table
   std::uint32_t rank;
   std::uint32_t world_size;
-  std::uint32_t spin_us;   // how long a waiter spins before it sleeps; 0 when cores are scarce
-  std::uint32_t lease_us;  // a claim older than this may be taken over
-  std::uint32_t reserved[10];
+  std::uint32_t spin_us;       // how long a waiter spins before it sleeps; 0 when cores are scarce
+  std::uint32_t lease_us;      // a claim older than this may be taken over
+  std::uint32_t max_logprobs;  // alternatives that are reported beside a token
+  std::uint32_t reserved[9];
 };
 
 // ---- waiting ------------------------------------------------------------------------------------
@@ -194,7 +196,8 @@ enum class RowStatus : std::uint32_t {
   voided = 2,  // its CPU attention was abandoned; plan it again at the same position
 };
 
-// A ring slot: ResultHeader, ResultRow[max_rows] (the rows of the step, in its order).
+// A ring slot: ResultHeader, ResultRow[max_rows] (the rows of the step, in its order),
+// LogprobEntry[max_rows + max_tokens], TokenLogprob[max_rows + max_tokens][max_logprobs].
 struct alignas(64) ResultHeader {
   std::uint64_t plan_id;
   std::uint32_t n_rows;
@@ -208,7 +211,7 @@ struct alignas(64) ResultHeader {
   float swap;
   float head;  // embedding, logits, sampling
   std::uint32_t cpu_tasks;
-  std::uint8_t reserved[4];
+  std::uint32_t n_logprobs;  // entries
 };
 
 struct ResultRow {
@@ -218,20 +221,61 @@ struct ResultRow {
   float logprob;
 };
 
+// Of one token that was sampled, or of one of the prompt's, where the slot asks for it: log-softmax
+// of the model's own logits. Entries of a void row count for nothing.
+struct LogprobEntry {
+  std::uint32_t row;
+  std::uint32_t position;  // of the token in its sequence
+  std::int32_t token;
+  float logprob;
+  std::uint32_t rank;   // 1: the likeliest
+  std::uint32_t n_top;  // of the entry's TokenLogprobs, the likeliest first
+};
+
+struct TokenLogprob {
+  std::int32_t token;
+  float logprob;
+};
+
 // ---- sequences: server -> everyone --------------------------------------------------------------
 
 // sequences segment: SegmentHeader, SlotParams[max_slots],
 //                    std::uint32_t block_table[max_slots][max_blocks],
-//                    std::uint32_t page_table[max_slots][max_pages].
+//                    std::uint32_t page_table[max_slots][max_pages],
+//                    TokenBias bias[max_slots][kMaxBiases].
 // A table row only gets entries appended while a plan that names its slot is in flight; entries and
 // slots are reused only after the last plan that names them has reported.
+enum class Feature : std::uint32_t {  // bits: what a slot wants beyond drawing a token
+  biases = 1,
+  penalties = 2,
+  logprobs = 4,
+  prompt_logprobs = 8,
+};
+
+// Penalties and biases are vLLM's: https://docs.vllm.ai, SamplingParams.
 struct alignas(64) SlotParams {
   std::uint64_t seed;
-  float temperature;   // 0: greedy
-  float top_p;         // 1: off
-  float min_p;         // 0: off
-  std::int32_t top_k;  // 0: off
-  std::uint8_t reserved[40];
+  float temperature;       // 0: greedy
+  float top_p;             // 1: off
+  float min_p;             // 0: off
+  std::int32_t top_k;      // 0: off
+  std::uint32_t features;  // Feature bits; 0: nothing below is read
+  std::uint32_t n_prompt;  // tokens of the prompt: those behind are the output
+  float presence_penalty;
+  float frequency_penalty;
+  float repetition_penalty;
+  std::uint32_t n_logprobs;         // alternatives beside each sampled token
+  std::uint32_t n_prompt_logprobs;  // and beside each of the prompt
+  // The slot's first n_stop biases are its stop tokens: they hold while it has fewer than `min_len`
+  // tokens. n_biases more hold always.
+  std::uint32_t n_stop;
+  std::uint32_t min_len;
+  std::uint32_t n_biases;
+};
+
+struct TokenBias {
+  std::int32_t token;
+  float bias;  // added to its logit
 };
 
 // ---- work: gpu_worker -> cpu workers ------------------------------------------------------------
@@ -308,7 +352,11 @@ constexpr std::uint64_t layout_hash() {
                              std::uint64_t{sizeof(Swap)},
                              std::uint64_t{sizeof(ResultHeader)},
                              std::uint64_t{sizeof(ResultRow)},
+                             std::uint64_t{sizeof(LogprobEntry)},
+                             std::uint64_t{sizeof(TokenLogprob)},
                              std::uint64_t{sizeof(SlotParams)},
+                             std::uint64_t{sizeof(TokenBias)},
+                             std::uint64_t{kMaxBiases},
                              std::uint64_t{sizeof(Channel)},
                              std::uint64_t{sizeof(WorkDesc)},
                              std::uint64_t{sizeof(WorkRow)},
@@ -338,7 +386,10 @@ static_assert(shared_struct<StepRow, 24>());
 static_assert(shared_struct<Swap, 16>());
 static_assert(shared_struct<ResultHeader, 64>());
 static_assert(shared_struct<ResultRow, 16>());
+static_assert(shared_struct<LogprobEntry, 24>());
+static_assert(shared_struct<TokenLogprob, 8>());
 static_assert(shared_struct<SlotParams, 64>());
+static_assert(shared_struct<TokenBias, 8>());
 static_assert(shared_struct<Channel, 192>());
 static_assert(shared_struct<WorkDesc, 64>());
 static_assert(shared_struct<WorkRow, 16>());

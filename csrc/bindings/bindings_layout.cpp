@@ -15,14 +15,19 @@ void register_dtypes(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(wire::Geometry, n_layers, n_heads, n_kv_heads, head_dim, act_dtype, kv_dtype,
                        block_size, page_size, n_pages, max_slots, max_rows, max_tokens, max_blocks,
                        max_pages, max_tasks, max_swaps, n_plans, max_workers, rank, world_size,
-                       spin_us, lease_us);
+                       spin_us, lease_us, max_logprobs);
   PYBIND11_NUMPY_DTYPE(wire::StepHeader, plan_id, n_rows, n_tokens, n_swaps, flags, rank);
   PYBIND11_NUMPY_DTYPE(wire::StepRow, slot, kind, start, n_new, token_at, sample);
   PYBIND11_NUMPY_DTYPE(wire::Swap, slot, kind, n_tokens);
   PYBIND11_NUMPY_DTYPE(wire::ResultHeader, plan_id, n_rows, rank, elapsed, linear, gpu_attn,
-                       cpu_wait, handoff, swap, head, cpu_tasks);
+                       cpu_wait, handoff, swap, head, cpu_tasks, n_logprobs);
   PYBIND11_NUMPY_DTYPE(wire::ResultRow, slot, status, token, logprob);
-  PYBIND11_NUMPY_DTYPE(wire::SlotParams, seed, temperature, top_p, min_p, top_k);
+  PYBIND11_NUMPY_DTYPE(wire::LogprobEntry, row, position, token, logprob, rank, n_top);
+  PYBIND11_NUMPY_DTYPE(wire::TokenLogprob, token, logprob);
+  PYBIND11_NUMPY_DTYPE(wire::SlotParams, seed, temperature, top_p, min_p, top_k, features, n_prompt,
+                       presence_penalty, frequency_penalty, repetition_penalty, n_logprobs,
+                       n_prompt_logprobs, n_stop, min_len, n_biases);
+  PYBIND11_NUMPY_DTYPE(wire::TokenBias, token, bias);
   PYBIND11_NUMPY_DTYPE(wire::WorkerRow, pid, state, n_threads, spawned, heartbeat_ns, busy_ns,
                        tasks, kv_bytes, stolen, lost, draining, rank);
   module.attr("geometry_dtype") = py::dtype::of<wire::Geometry>();
@@ -32,6 +37,10 @@ void register_dtypes(py::module_& module) {
   module.attr("result_header_dtype") = py::dtype::of<wire::ResultHeader>();
   module.attr("result_row_dtype") = py::dtype::of<wire::ResultRow>();
   module.attr("slot_params_dtype") = py::dtype::of<wire::SlotParams>();
+  module.attr("logprob_entry_dtype") = py::dtype::of<wire::LogprobEntry>();
+  module.attr("token_logprob_dtype") = py::dtype::of<wire::TokenLogprob>();
+  module.attr("token_bias_dtype") = py::dtype::of<wire::TokenBias>();
+  module.attr("max_biases") = wire::kMaxBiases;
   module.attr("worker_row_dtype") = py::dtype::of<wire::WorkerRow>();
 }
 
@@ -66,6 +75,12 @@ void bind_row_enums(py::module_& module) {
       .value("COMPUTED", wire::RowStatus::computed)
       .value("SAMPLED", wire::RowStatus::sampled)
       .value("VOIDED", wire::RowStatus::voided)
+      .finalize();
+  py::native_enum<wire::Feature>(module, "Feature", "enum.IntFlag")
+      .value("BIASES", wire::Feature::biases)
+      .value("PENALTIES", wire::Feature::penalties)
+      .value("LOGPROBS", wire::Feature::logprobs)
+      .value("PROMPT_LOGPROBS", wire::Feature::prompt_logprobs)
       .finalize();
   py::native_enum<wire::SwapKind>(module, "SwapKind", "enum.IntEnum")
       .value("OUT", wire::SwapKind::out)
@@ -176,9 +191,15 @@ void bind_sequences(py::module_& module) {
                                auto& s = self.cast<Sequences&>();
                                return table(self, s.block_table(), s.geometry().max_blocks);
                              })
-      .def_property_readonly("page_table", [table](const py::object& self) {
+      .def_property_readonly("page_table",
+                             [table](const py::object& self) {
+                               auto& s = self.cast<Sequences&>();
+                               return table(self, s.page_table(), s.geometry().max_pages);
+                             })
+      .def_property_readonly("bias", [](const py::object& self) {
         auto& s = self.cast<Sequences&>();
-        return table(self, s.page_table(), s.geometry().max_pages);
+        const auto slots = static_cast<py::ssize_t>(s.geometry().max_slots);
+        return view(s.bias(), {slots, py::ssize_t{wire::kMaxBiases}}, self);
       });
 }
 

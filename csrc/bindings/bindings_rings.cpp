@@ -18,7 +18,7 @@ struct StepSlot {
 };
 
 struct ResultSlot {
-  py::array header, rows;
+  py::array header, rows, logprobs, top;
 };
 
 template <typename T>
@@ -45,8 +45,12 @@ struct ResultRing {
 
   static Slot slot(std::byte* data, const wire::Geometry& g, const py::object& owner) {
     const layout::ResultLayout where(g);
+    const auto entries = static_cast<py::ssize_t>(where.n_logprobs);
+    const auto alternatives = static_cast<py::ssize_t>(g.max_logprobs);
     return {view(at<wire::ResultHeader>(data, 0), {}, owner),
-            view(at<wire::ResultRow>(data, where.rows), {py::ssize_t{g.max_rows}}, owner)};
+            view(at<wire::ResultRow>(data, where.rows), {py::ssize_t{g.max_rows}}, owner),
+            view(at<wire::LogprobEntry>(data, where.logprobs), {entries}, owner),
+            view(at<wire::TokenLogprob>(data, where.top), {entries, alternatives}, owner)};
   }
 };
 
@@ -171,7 +175,9 @@ void bind_rings(py::module_& module) {
       .def_readonly("tokens", &StepSlot::tokens);
   py::class_<ResultSlot>(module, "ResultSlot")
       .def_readonly("header", &ResultSlot::header)
-      .def_readonly("rows", &ResultSlot::rows);
+      .def_readonly("rows", &ResultSlot::rows)
+      .def_readonly("logprobs", &ResultSlot::logprobs)
+      .def_readonly("top", &ResultSlot::top);
   bind_producer<StepRing>(module, "StepProducer");
   bind_consumer<StepRing>(module, "StepConsumer");
   bind_producer<ResultRing>(module, "ResultProducer");

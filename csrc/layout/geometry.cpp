@@ -63,6 +63,7 @@ void validate_geometry(const wire::Geometry& g) {
   require_range("rank", g.rank, 0, g.world_size - 1);
   require_range("spin_us", g.spin_us, 0, 1'000'000);
   require_range("lease_us", g.lease_us, 1, 60'000'000);
+  require_range("max_logprobs", g.max_logprobs, 0, 1024);
   // Pages, layers, heads, and a tile of up to 2^18 bytes, twice: more than 64 bits if all are
   // large.
   const std::uint64_t tiles = std::uint64_t{g.n_pages} * g.n_layers * g.n_kv_heads;  // < 2^51

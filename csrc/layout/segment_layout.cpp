@@ -28,7 +28,10 @@ StepLayout::StepLayout(const Geometry& g) {
 
 ResultLayout::ResultLayout(const Geometry& g) {
   rows = sizeof(wire::ResultHeader);
-  slot_bytes = round_up(rows + std::uint64_t{g.max_rows} * sizeof(wire::ResultRow), kLine);
+  logprobs = round_up(rows + std::uint64_t{g.max_rows} * sizeof(wire::ResultRow), kLine);
+  n_logprobs = std::uint64_t{g.max_rows} + g.max_tokens;
+  top = round_up(logprobs + n_logprobs * sizeof(wire::LogprobEntry), kLine);
+  slot_bytes = round_up(top + n_logprobs * g.max_logprobs * sizeof(wire::TokenLogprob), kLine);
 }
 
 SequencesLayout::SequencesLayout(const Geometry& g) {
@@ -36,7 +39,8 @@ SequencesLayout::SequencesLayout(const Geometry& g) {
   params = sizeof(wire::SegmentHeader);
   block_table = params + slots * sizeof(wire::SlotParams);
   page_table = round_up(block_table + slots * g.max_blocks * sizeof(std::uint32_t), kLine);
-  size = round_up(page_table + slots * g.max_pages * sizeof(std::uint32_t), kLine);
+  bias = round_up(page_table + slots * g.max_pages * sizeof(std::uint32_t), kLine);
+  size = round_up(bias + slots * wire::kMaxBiases * sizeof(wire::TokenBias), kLine);
 }
 
 WorkLayout::WorkLayout(const Geometry& g) {

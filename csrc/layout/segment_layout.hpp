@@ -32,12 +32,13 @@ struct StepLayout {  // within a ring slot
 };
 
 struct ResultLayout {  // within a ring slot
-  std::uint64_t rows, slot_bytes;
+  std::uint64_t rows, logprobs, top, slot_bytes;
+  std::uint64_t n_logprobs;  // entries that there is room for
   explicit ResultLayout(const wire::Geometry& g);
 };
 
 struct SequencesLayout {
-  std::uint64_t params, block_table, page_table, size;
+  std::uint64_t params, block_table, page_table, bias, size;
   explicit SequencesLayout(const wire::Geometry& g);
 };
 

@@ -1,4 +1,4 @@
-// The sequences segment: sampling parameters, block tables, page tables.
+// The sequences segment: sampling parameters, block tables, page tables, biases.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,9 @@ class Sequences {
   }
   std::uint32_t* block_table() const { return table(layout_.block_table); }
   std::uint32_t* page_table() const { return table(layout_.page_table); }
+  wire::TokenBias* bias() const {
+    return reinterpret_cast<wire::TokenBias*>(segment_->data() + layout_.bias);
+  }
   // [max_pages]
   const std::uint32_t* pages_of(std::uint32_t slot) const {
     return page_table() + std::uint64_t{slot} * geometry_.max_pages;

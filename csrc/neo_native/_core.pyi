@@ -1,6 +1,6 @@
 """Typed stub of the extension. Every call that computes or waits releases the GIL."""
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,10 @@ swap_dtype: np.dtype[Any]
 result_header_dtype: np.dtype[Any]
 result_row_dtype: np.dtype[Any]
 slot_params_dtype: np.dtype[Any]
+logprob_entry_dtype: np.dtype[Any]
+token_logprob_dtype: np.dtype[Any]
+token_bias_dtype: np.dtype[Any]
+max_biases: int  # of a slot
 worker_row_dtype: np.dtype[Any]
 
 class NativeError(RuntimeError): ...
@@ -42,6 +46,12 @@ class RowStatus(IntEnum):
     COMPUTED = 0
     SAMPLED = 1
     VOIDED = 2
+
+class Feature(IntFlag):  # of a slot, beyond drawing a token
+    BIASES = 1
+    PENALTIES = 2
+    LOGPROBS = 4
+    PROMPT_LOGPROBS = 8
 
 class SwapKind(IntEnum):
     OUT = 0
@@ -105,12 +115,13 @@ class Control:
     def release_cores(self, row: int) -> None: ...
 
 class Sequences:
-    """Block tables, page tables, sampling parameters: numpy views of shared memory."""
+    """Tables, sampling parameters, biases: numpy views of shared memory."""
 
     def __init__(self, segment: Segment, geometry: Array) -> None: ...
     params: Array  # [max_slots] of slot_params_dtype
     block_table: Array  # uint32 [max_slots, max_blocks]
     page_table: Array  # uint32 [max_slots, max_pages]
+    bias: Array  # [max_slots, max_biases] token_bias_dtype
 
 class StepSlot:
     """One ring slot. Views are valid until publish / release."""
@@ -123,6 +134,8 @@ class StepSlot:
 class ResultSlot:
     header: Array  # 0-d, result_header_dtype
     rows: Array  # [max_rows] result_row_dtype
+    logprobs: Array  # [max_rows + max_tokens] logprob_entry_dtype
+    top: Array  # [max_rows + max_tokens, max_logprobs] token_logprob_dtype
 
 class StepProducer:
     """Server. A second producer of the same ring is refused (NativeError) while the first lives.

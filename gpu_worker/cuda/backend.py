@@ -68,6 +68,7 @@ def make_cuda_backend(parts: Parts) -> Backend:
         graphs,
         depth=int(parts.segments.geometry["n_plans"]),
         keep_waiting=parts.keep_waiting,
+        features=parts.features(),
     )
     profiler = CudaProfiler(
         model,

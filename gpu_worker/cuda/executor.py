@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.drawing import Drawing
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.executor import Outcome
+from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
-from gpu_worker.sampler import draw
 from gpu_worker.timing import StageTimes
 from neo_native import RowStatus
 
@@ -43,6 +44,7 @@ class InFlight:
     announced: bool
     last_epochs: dict[int, int]
     replayed: bool  # from a graph, not launched kernel by kernel
+    reports: tuple[Report, ...]  # pinned, as is outcome
     seen: dict[int, int] = field(default_factory=dict)  # epochs done, when last looked at
     since: float = 0.0  # when they last grew
 
@@ -58,9 +60,11 @@ class CudaExecutor:
         graphs: Graphs | None,
         depth: int,
         keep_waiting: Callable[[], bool],
+        features: Features,
     ) -> None:
         """``depth``: plans in flight at most. ``keep_waiting``: false gives up CPU rows at once."""
         self._stages = stages
+        self._drawing = Drawing(stages.buffers, features)
         self._cache = cache
         self._layout = layout
         self._graphs = graphs
@@ -117,41 +121,26 @@ class CudaExecutor:
         for swap in plan.swaps:
             assert exchange is not None
             exchange.swap(self._cache.blocks, swap)
-        graph = self._graphs.find(plan) if self._graphs else None
+        self._drawing.record(plan)
+        # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
+        of_prompts = plan.wanted is not None and len(plan.wanted.prompts) > 0
+        graph = self._graphs.find(plan) if self._graphs and not of_prompts else None
+        reports: list[Report] = []
         if graph is not None:
             graph.replay()
         else:
-            self._stages.forward([Shape.of(batch) for batch in plan.batches])
-        self._draw(plan)
-        outcome.copy_(buffers.outcome, non_blocking=True)
-        end.record()
-        self._in_flight.append(
-            InFlight(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, graph is not None)
-        )
-
-    def _draw(self, plan: HostPlan) -> None:
-        """Replaces the greedy token of rows that have a temperature."""
-        drawn = np.flatnonzero(plan.sampling.temperature > 0)
-        if len(drawn) == 0:
-            return
-        buffers, at = self._stages.buffers, 0
-        for batch in plan.batches:
-            mine = drawn[(drawn >= at) & (drawn < at + batch.n_sampled)]
-            rows = (
-                torch.from_numpy(mine - at)
-                .pin_memory()
-                .to(buffers.logits.device, non_blocking=True)
+            self._stages.forward(
+                [Shape.of(batch) for batch in plan.batches],
+                lambda shape: reports.extend(self._drawing.prompt_reports(plan, shape)),
             )
-            at += batch.n_sampled
-            if len(mine) == 0:
-                continue
-            logits = buffers.logits[batch.channel].index_select(0, rows).float()
-            tokens = draw(logits, plan.sampling.take(mine)).int()
-            picked = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
-            buffers.tokens_out(batch.channel)[rows] = tokens
-            buffers.logprobs_out(batch.channel)[rows] = picked - logits.logsumexp(dim=-1)
-            slots = buffers.channels[batch.channel].fields["sample_slots"][rows]
-            buffers.last_tokens[slots.long()] = tokens
+        reports += self._drawing.draw(plan)
+        outcome.copy_(buffers.outcome, non_blocking=True)
+        fetched = tuple(report.fetched() for report in reports)
+        end.record()
+        replayed = graph is not None
+        self._in_flight.append(
+            InFlight(*(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, replayed, fetched))
+        )
 
     def collect(self) -> Outcome:
         """Waits for the oldest plan."""
@@ -206,7 +195,8 @@ class CudaExecutor:
         tokens, logprobs = np.full(n_rows, -1, np.int32), np.zeros(n_rows, np.float32)
         times = StageTimes(elapsed=flight.begin.elapsed_time(flight.end) * 1e-3)
         outcome = Outcome(
-            plan.plan_id, plan.slots, status, tokens, logprobs, times, flight.cpu_tasks
+            *(plan.plan_id, plan.slots, status, tokens, logprobs, times, flight.cpu_tasks),
+            reports=flight.reports,
         )
         at = 0
         for batch in plan.batches:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_worker.batch import PlanColumns, plan_columns, sampling_params
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
 from gpu_worker.sampler import SamplingParams
+from gpu_worker.wanted import Wanted, wanted_by
 from neo_native import RowKind, SwapKind
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class HostPlan:
     sampled_rows: npt.NDArray[np.intp]
     sampling: SamplingParams
     continued: npt.NDArray[np.bool_]  # [rows]: the token is the one that the plan before samples
+    wanted: Wanted | None = None
 
     def channel_rows(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Slots and lengths of the decode_cpu rows, each a pair by channel."""
@@ -187,6 +189,7 @@ class HostPlanReader:
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
             continued=columns.token_ids[last] == UNKNOWN_TOKEN,
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
         )
 
     def _batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> HostBatch:

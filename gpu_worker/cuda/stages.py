@@ -7,7 +7,7 @@ stage, stores and hand-off, attention (arXiv 2411.01142, section 3.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -52,8 +52,14 @@ class Stages:
         self._one_block = torch.zeros(1, dtype=torch.int32, device=model.device)
         self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
 
-    def forward(self, shapes: Sequence[Shape]) -> None:
-        """From token ids to sampled greedy tokens, one sub-batch or two interleaved."""
+    def forward(
+        self, shapes: Sequence[Shape], at_end: Callable[[Shape], None] | None = None
+    ) -> None:
+        """From token ids to sampled greedy tokens, one sub-batch or two interleaved.
+
+        ``at_end``: called for each sub-batch behind its last layer; what its residual rows still
+        lack is in ``delta`` then.
+        """
         self.buffers.outcome.zero_()
         for s in shapes:
             self._embed(s)
@@ -67,6 +73,8 @@ class Stages:
         for s in shapes:
             self.join(s, n_layers)
             self._post_projection(s, n_layers - 1)
+            if at_end is not None:
+                at_end(s)
             self.head(s)
 
     def _channel(self, s: Shape) -> ChannelBuffers:

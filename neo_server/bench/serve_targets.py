@@ -14,7 +14,7 @@ from neo_server.bench.serve_jobs import Job
 from neo_server.bench.serve_record import Record
 from neo_server.client import AsyncClient
 from neo_server.errors import NeoError, UnavailableError
-from neo_server.sampling import SamplingParams
+from neo_server.params import SamplingParams
 from protos.model_config import ModelConfig
 
 _NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)

@@ -10,11 +10,11 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from neo_server.choices import Choices
 from neo_server.errors import NeoError
-from neo_server.http.choices import Choices
 from neo_server.http.errors import form_of
 from neo_server.http.forms import CompletionForm, usage_of
-from neo_server.request import Finish
+from neo_server.request import Output, joined
 from neo_server.tasks import race
 
 _GONE = 499  # nobody reads it: the client closed the connection
@@ -44,23 +44,20 @@ def stream(choices: Choices, form: CompletionForm, *, include_usage: bool) -> Ev
 
 async def whole(request: Request, choices: Choices, form: CompletionForm) -> Response:
     """The answer when all choices have ended; they end early when the client goes away."""
-    texts: list[list[str]] = [[] for _ in choices.served]
-    finishes: dict[int, Finish] = {}
+    parts: list[list[Output]] = [[] for _ in choices.served]
 
     async def collect() -> None:
         async for index, output in choices.outputs():
-            texts[index].append(output.text)
-            if output.finish is not None:
-                finishes[index] = output.finish
+            parts[index].append(output)
 
     try:
         await race(collect(), _disconnected(request))
     finally:
         choices.release()
-    if len(finishes) < len(texts):
+    outputs = [joined(part) for part in parts]
+    if any(output.finish is None for output in outputs):
         return Response(status_code=_GONE)
-    found = [form.choice(i, "".join(text), finishes[i]) for i, text in enumerate(texts)]
-    return JSONResponse(form.answer(found, usage_of(choices.served)))
+    return JSONResponse(form.answer(outputs, usage_of(choices.served)))
 
 
 async def _disconnected(request: Request) -> None:
@@ -78,9 +75,8 @@ async def _events(
         yield _event(form.part([opening]) | more)
     try:
         async for index, output in choices.outputs():
-            if output.text or output.finish is not None:
-                delta = form.delta(index, output.text, output.finish)
-                yield _event(form.part([delta]) | more)
+            if form.shows(output):
+                yield _event(form.part([form.delta(index, output)]) | more)
         if include_usage:
             yield _event(form.part([]) | {"usage": usage_of(choices.served)})
     except NeoError as error:

@@ -9,11 +9,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from neo_server import __version__
 from neo_server.api_key import check_api_key
+from neo_server.choices import Choices
 from neo_server.errors import UnknownModelError
 from neo_server.frontend import Frontend
 from neo_server.http.answer import stream, whole
-from neo_server.http.choices import Choices
 from neo_server.http.forms import ChatForm, CompletionForm
+from neo_server.http.logprobs import Spelling
 from neo_server.http.schema import (
     ChatBody,
     CompletionBody,
@@ -82,7 +83,12 @@ class Api:
         """Continues each prompt."""
         self._check_model(body.model)
         choices = await Choices.submit(self._frontend, body.messages())
-        form = CompletionForm(self._state.model_name, self._state.resolved.model.eos_token_ids)
+        form = CompletionForm(
+            *self._form_parts(),
+            logprobs=body.logprobs is not None,
+            echo=body.echo,
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
         if body.stream:
             return stream(choices, form, include_usage=body.include_usage)
         return await whole(request, choices, form)
@@ -93,7 +99,11 @@ class Api:
         message = body.message()
         message.token_ids.ids.extend(await self._render(body))
         choices = await Choices.submit(self._frontend, [message])
-        form = ChatForm(self._state.model_name, self._state.resolved.model.eos_token_ids)
+        form = ChatForm(
+            *self._form_parts(),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
         if body.stream:
             return stream(choices, form, include_usage=body.include_usage)
         return await whole(request, choices, form)
@@ -113,6 +123,10 @@ class Api:
         """The text of token ids, special ones included."""
         self._check_model(body.model)
         return {"prompt": await self._frontend.decode(body.tokens, skip_special_tokens=False)}
+
+    def _form_parts(self) -> tuple[str, tuple[int, ...], Spelling]:
+        state = self._state
+        return state.model_name, state.resolved.model.eos_token_ids, state.tokenizer.spelling
 
     async def _render(self, body: Conversation) -> list[int]:
         messages = [message.model_dump() for message in body.messages]

@@ -8,12 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from neo_server.request import Finish, Request
+from neo_server.http.logprobs import Spelling, of_chat, of_completion, of_prompt
+from neo_server.request import Finish, Output, Request
 
 
 def usage_of(served: Sequence[Request]) -> dict[str, int]:
-    """Tokens of all choices together."""
-    prompt = sum(request.sequence.num_prompt for request in served)
+    """Tokens of all choices together; a prompt with several completions counts once."""
+    prompt = sum(request.sequence.num_prompt for request in served if request.index == 0)
     output = sum(request.sequence.num_output for request in served)
     return {
         "prompt_tokens": prompt,
@@ -28,6 +29,10 @@ class CompletionForm:
 
     model: str
     eos_token_ids: Collection[int]
+    spelling: Spelling
+    logprobs: bool = False  # wanted, as below
+    echo: bool = False
+    prompt_logprobs: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -38,25 +43,36 @@ class CompletionForm:
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
 
-    def answer(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole answer."""
+    def answer(self, outputs: Sequence[Output], usage: dict[str, int]) -> dict[str, Any]:
+        """The whole answer; ``outputs``: each choice's."""
+        choices = [self.choice(index, output) for index, output in enumerate(outputs)]
         return {**self._head(self.whole), "choices": choices, "usage": usage}
 
     def part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A chunk of a stream."""
         return {**self._head(self.chunk), "choices": choices}
 
-    def choice(self, index: int, text: str, finish: Finish) -> dict[str, Any]:
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
         """A whole choice."""
-        return self.delta(index, text, finish)
+        more = {}
+        if self.prompt_logprobs:
+            more["prompt_logprobs"] = of_prompt(output.prompt_logprobs, self.spelling)
+        return {**self.delta(index, output), **more}
+
+    def shows(self, output: Output) -> bool:
+        """It makes a chunk of its own."""
+        told = self.logprobs and output.logprobs
+        return bool(output.text or output.finish is not None or told)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """What comes before a choice's first text."""
         return None
 
-    def delta(self, index: int, text: str, finish: Finish | None) -> dict[str, Any]:
+    def delta(self, index: int, output: Output) -> dict[str, Any]:
         """A part of a choice."""
-        return {"index": index, "text": text, "logprobs": None, **self._end(finish)}
+        entries = output.prompt_logprobs * self.echo + output.logprobs
+        told = of_completion(entries, self.spelling) if self.logprobs and entries else None
+        return {"index": index, "text": output.text, "logprobs": told, **self._end(output.finish)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -77,17 +93,29 @@ class ChatForm(CompletionForm):
     whole: ClassVar[str] = "chat.completion"
     chunk: ClassVar[str] = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: Finish) -> dict[str, Any]:
+    def answer(self, outputs: Sequence[Output], usage: dict[str, int]) -> dict[str, Any]:
+        """See ``CompletionForm``; prompt_logprobs are the answer's, as vLLM's."""
+        answer = super().answer(outputs, usage)
+        if self.prompt_logprobs:
+            answer["prompt_logprobs"] = of_prompt(outputs[0].prompt_logprobs, self.spelling)
+        return answer
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
         """See ``CompletionForm``."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, **self._end(finish)}
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        end = self._end(output.finish)
+        return {"index": index, "message": message, "logprobs": self._told(output), **end}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """See ``CompletionForm``."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, **self._end(None)}
 
-    def delta(self, index: int, text: str, finish: Finish | None) -> dict[str, Any]:
+    def delta(self, index: int, output: Output) -> dict[str, Any]:
         """See ``CompletionForm``."""
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, **self._end(finish)}
+        delta = {"content": output.text} if output.text else {}
+        end = self._end(output.finish)
+        return {"index": index, "delta": delta, "logprobs": self._told(output), **end}
+
+    def _told(self, output: Output) -> dict[str, Any] | None:
+        return of_chat(output.logprobs, self.spelling) if self.logprobs else None

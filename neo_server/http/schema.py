@@ -18,30 +18,25 @@ from neo_server.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 
 _UINT32 = Field(ge=0, le=2**32 - 1)
+_INT32 = Field(ge=-(2**31), lt=2**31)
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "n"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
 # What the engine lacks, with the values that ask for nothing.
 _LACKING: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
-    "priority": (0,),
     "modalities": (["text"],),
     "reasoning_effort": (),
 }
@@ -119,12 +114,26 @@ class Generation(Body):
     stop_token_ids: list[Annotated[int, _UINT32]] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    n: Annotated[int, _UINT32] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Annotated[int, _UINT32], float] = {}
+    prompt_logprobs: Annotated[int, _UINT32] | None = None
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, _INT32] | None = None
+    priority: Annotated[int, _INT32] = 0
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is set; it must be unset unless stream is true", "stream_options"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                f"prompt_logprobs is {self.prompt_logprobs}; it must be unset if stream is true",
+                "prompt_logprobs",
             )
         return self
 
@@ -137,10 +146,18 @@ class Generation(Body):
         """As gRPC would carry it, without a prompt."""
         message = pb.GenerateRequest()
         sampling, conditions = message.sampling_params, message.stop_conditions
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        for name in _SAMPLING:
             value = getattr(self, name)
             if value is not None:
                 setattr(sampling, name, value)
+        for token, bias in self.logit_bias.items():
+            sampling.logit_bias[token] = bias
+        if self.prompt_logprobs is not None:
+            message.response_options.prompt_logprobs = self.prompt_logprobs
+        message.response_options.skip_special_tokens = self.skip_special_tokens
+        if self.truncate_prompt_tokens is not None:
+            message.truncate_prompt_tokens = self.truncate_prompt_tokens
+        message.priority = self.priority
         if self.seed is not None:
             sampling.seed = self.seed % 2**64
         if self.max_tokens is not None:
@@ -176,6 +193,18 @@ class CompletionBody(Generation):
 
     prompt: Annotated[Any, BeforeValidator(_prompts)]
     max_tokens: Annotated[int, _UINT32] | None = _COMPLETION_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = None
+    echo: bool = False
+
+    def message(self) -> pb.GenerateRequest:
+        """See ``Generation``; what an echoed prompt is told with is what the output is."""
+        message = super().message()
+        message.response_options.echo = self.echo
+        if self.logprobs is not None:
+            message.response_options.logprobs = self.logprobs
+            if self.echo and self.prompt_logprobs is None:
+                message.response_options.prompt_logprobs = self.logprobs
+        return message
 
     def messages(self) -> list[pb.GenerateRequest]:
         """One for each prompt."""
@@ -225,12 +254,25 @@ class ChatBody(Conversation, Generation):
     """``POST /v1/chat/completions``."""
 
     max_completion_tokens: Annotated[int, _UINT32] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, _UINT32] | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs is {self.top_logprobs}; it must be unset unless logprobs is true",
+                "top_logprobs",
+            )
+        return self
 
     def message(self) -> pb.GenerateRequest:
         """See ``Generation``; ``max_completion_tokens`` is the newer name of ``max_tokens``."""
         message = super().message()
         if self.max_completion_tokens is not None:
             message.stop_conditions.max_tokens = self.max_completion_tokens
+        if self.logprobs:
+            message.response_options.logprobs = self.top_logprobs or 0
         return message
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from neo_native import RowKind, RowStatus
+from neo_native import RowKind, RowStatus, slot_params_dtype, token_bias_dtype
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
 from neo_server.cost_model import CostModel, Load, Stages, iteration_time, layer_time
@@ -26,18 +26,16 @@ from protos.config import SchedulerConfig
 BLOCK_SIZE, PAGE_SIZE = 16, 64
 PAPER_MODES = frozenset((Mode.GPU_ONLY, Mode.TWO_BATCHES))
 ALL_MODES = frozenset(Mode)
-_PARAMS = np.dtype(
-    [("seed", "u8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4")]
-)
 
 
 class _Tables:
     """The sequence table in private memory; nobody reads it."""
 
     def __init__(self, slots: int, max_model_len: int) -> None:
-        self.params = np.zeros(slots, _PARAMS)
+        self.params = np.zeros(slots, slot_params_dtype)
         self.block_table = np.zeros((slots, -(-max_model_len // BLOCK_SIZE)), np.uint32)
         self.page_table = np.zeros((slots, -(-max_model_len // PAGE_SIZE)), np.uint32)
+        self.bias = np.zeros((slots, 0), token_bias_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import neo_native as native
 from gpu_worker import ops
 from gpu_worker.batch import PlanReader
 from gpu_worker.executor import Executor, Outcome
+from gpu_worker.features import Features
 from gpu_worker.geometry_check import WIRE_DTYPES
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
@@ -136,7 +137,8 @@ class Rig:
         self._workers: list[Any] = []
         if cpu_side is None:
             cpu_side = self._native_side(geometry, segment, workers, timeout_s)
-        self.executor = Executor(model, self.cache, cpu_side)
+        self.features = Features(CPU, MAX_SLOTS, MAX_LEN, config.vocab_size, model.logits)
+        self.executor = Executor(model, self.cache, cpu_side, self.features)
         limits = PlanLimits.from_geometry(geometry, num_blocks, MAX_LEN, config.vocab_size)
         self.limits = limits
         self.reader = PlanReader(self.sequences, limits, CPU)

@@ -33,6 +33,8 @@ class Generation:
     deltas: list[str] = field(default_factory=list)
     num_prompt_tokens: int = 0
     finish: pb.FinishInfo = field(default_factory=pb.FinishInfo)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
 
 def request_of(
@@ -113,7 +115,11 @@ class RunningServer:
         assert messages[-1].HasField("finish_info")
         result.num_prompt_tokens = messages[0].prompt_info.num_prompt_tokens
         for message in messages[1:-1]:
+            if message.HasField("prompt_logprobs"):
+                result.prompt_logprobs.extend(message.prompt_logprobs.tokens)
+                continue
             assert message.HasField("delta")
+            result.logprobs.extend(message.delta.logprobs)
             result.deltas.append(message.delta.text)
             result.token_ids.extend(message.delta.token_ids)
         result.text = "".join(result.deltas)

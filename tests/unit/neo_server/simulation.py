@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from neo_native import (
+    max_biases,
     result_header_dtype,
     result_row_dtype,
     slot_params_dtype,
     step_header_dtype,
     step_row_dtype,
     swap_dtype,
+    token_bias_dtype,
 )
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
@@ -66,6 +68,7 @@ class PlainTables:
         pages = -(-sizes.max_model_len // sizes.page_size)
         self.block_table = np.full((slots, blocks), 2**32 - 1, np.uint32)
         self.page_table = np.full((slots, pages), 2**32 - 1, np.uint32)
+        self.bias = np.zeros((slots, max_biases), token_bias_dtype)
 
 
 class Slot:

@@ -49,7 +49,7 @@ def test_a_server_that_is_not_there_is_in_trouble(address: str) -> None:
 class Health(BaseHTTPRequestHandler):
     """Answers 200 at /health, 503 elsewhere."""
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 503)
         self.end_headers()
 

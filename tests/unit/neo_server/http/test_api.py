@@ -123,11 +123,35 @@ BAD = [
     ("/v1/completions", PROMPT | {"top_k": -2}, "top_k", ["-2"]),
     ("/v1/completions", PROMPT | {"seed": 2**70}, "seed", [str(2**70)]),
     ("/v1/completions", PROMPT | {"stop_token_ids": [400]}, "stop_token_ids", ["400"]),
-    ("/v1/completions", PROMPT | {"n": 2}, "n", ["2"]),
-    ("/v1/completions", PROMPT | {"logprobs": 0}, "logprobs", ["0"]),
-    ("/v1/completions", PROMPT | {"echo": True}, "echo", ["True"]),
-    ("/v1/completions", PROMPT | {"logit_bias": {"5": 1}}, "logit_bias", ["5"]),
-    ("/v1/completions", PROMPT | {"presence_penalty": 0.5}, "presence_penalty", ["0.5"]),
+    ("/v1/completions", PROMPT | {"n": 129}, "n", ["129", "128"]),
+    ("/v1/completions", PROMPT | {"n": 2, "temperature": 0}, "n", ["2", "temperature"]),
+    ("/v1/completions", PROMPT | {"best_of": 2}, "best_of", ["2"]),
+    ("/v1/completions", PROMPT | {"suffix": "a"}, "suffix", ["'a'"]),
+    ("/v1/completions", PROMPT | {"logprobs": 21}, "logprobs", ["21", "20"]),
+    ("/v1/completions", PROMPT | {"logprobs": True}, "logprobs", ["True"]),
+    ("/v1/completions", PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", ["a"]),
+    ("/v1/completions", PROMPT | {"logit_bias": {"5": 101}}, "logit_bias", ["5", "101", "100"]),
+    ("/v1/completions", PROMPT | {"logit_bias": {"400": 1}}, "logit_bias", ["400", "vocab_size"]),
+    ("/v1/completions", PROMPT | {"presence_penalty": 3}, "presence_penalty", ["3", "[-2, 2]"]),
+    (
+        "/v1/completions",
+        PROMPT | {"repetition_penalty": float("inf")},
+        "repetition_penalty",
+        ["inf"],
+    ),
+    (
+        "/v1/completions",
+        PROMPT | {"prompt_logprobs": 1, "stream": True},
+        "prompt_logprobs",
+        ["1", "stream"],
+    ),
+    ("/v1/completions", PROMPT | {"priority": 2**31}, "priority", [str(2**31)]),
+    (
+        "/v1/completions",
+        PROMPT | {"truncate_prompt_tokens": 0},
+        "truncate_prompt_tokens",
+        ["0", ">= 1"],
+    ),
     ("/v1/completions", PROMPT | {"temprature": 1}, "temprature", ["temprature"]),
     ("/v1/completions", PROMPT | {"stream_options": {}}, "stream_options", ["stream"]),
     (CHAT, {}, "messages", ["messages"]),
@@ -135,7 +159,9 @@ BAD = [
     (CHAT, {"messages": [{"content": "a"}]}, "messages", ["role"]),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", []),
     (CHAT, {"messages": [{"role": "\ud800", "content": "a"}]}, "messages", ["nicode"]),
-    (CHAT, {"messages": HELLO, "logprobs": True}, "logprobs", ["True"]),
+    (CHAT, {"messages": HELLO, "logprobs": 5}, "logprobs", ["5"]),
+    (CHAT, {"messages": HELLO, "top_logprobs": 5}, "top_logprobs", ["5", "logprobs"]),
+    (CHAT, {"messages": HELLO, "echo": True}, "echo", ["True"]),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["function"]),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", []),
     ("/v1/completions", {"prompt": "x" * 5_000_000}, "prompt", ["5000000", "max_model_len"]),
@@ -226,7 +252,7 @@ async def test_an_error_of_ours_is_answered_with_500_and_the_next_request_is_ser
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(rig.engine, "submit", lambda *_: 1 / 0)
+        patch.setattr(rig.engine, "submit_all", lambda *_: 1 / 0)
         reply = await rig.client.post("/v1/completions", json=PROMPT)
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "internal error: ZeroDivisionError"

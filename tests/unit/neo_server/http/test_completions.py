@@ -205,3 +205,67 @@ async def test_a_request_that_fails_in_mid_stream_says_so(rig: Rig, stream: bool
         event = reply.json()
     assert event["error"]["message"] == "gone for good"
     assert event["error"]["code"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_prompt_has_n_choices_of_their_own_seeds(rig: Rig, stream: bool) -> None:
+    body: dict[str, Any] = {"prompt": [[5, 6], [7, 8]], "max_tokens": 4, "n": 2, "seed": 3}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    reply = await post(rig, "/v1/completions", **body)
+    texts = [""] * 4
+    if stream:
+        *chunks, last = events_of(reply.text)
+        for chunk in chunks:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        usage = last["usage"]
+    else:
+        choices, usage = reply.json()["choices"], reply.json()["usage"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        texts = [choice["text"] for choice in choices]
+    expected = [text_of(seed, prompt, 4) for prompt in body["prompt"] for seed in (3, 4)]
+    assert texts == expected
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 16)
+    await rig.until_free()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_is_the_prompt_before_the_output(rig: Rig, stream: bool) -> None:
+    ids = TOKENIZER.encode("the fox")
+    reply = await post(
+        rig, "/v1/completions", prompt="the fox", max_tokens=4, seed=3, echo=True, stream=stream
+    )
+    if stream:
+        text = "".join(event["choices"][0]["text"] for event in events_of(reply.text))
+    else:
+        text = reply.json()["choices"][0]["text"]
+        assert reply.json()["usage"]["completion_tokens"] == 4
+    assert text == "the fox" + text_of(3, ids, 4)
+
+
+async def test_a_prompt_is_cut_from_its_beginning_but_keeps_what_begins_every_text(
+    rig: Rig,
+) -> None:
+    ids = TOKENIZER.encode("the quick brown fox")
+    for prompt, kept in (("the quick brown fox", [ids[0], *ids[-2:]]), (ids, ids[-3:])):
+        reply = await post(
+            rig, "/v1/completions", prompt=prompt, max_tokens=4, seed=3, truncate_prompt_tokens=3
+        )
+        assert reply.json()["choices"][0]["text"] == text_of(3, kept, 4)
+        assert reply.json()["usage"]["prompt_tokens"] == 3
+
+
+async def test_of_n_that_do_not_fit_into_the_queue_none_is_left() -> None:
+    async with serve(Sizes(max_num_seqs=1), max_num_queued_reqs=2) as rig:
+        rig.simulation.gate.clear()
+        scheduler, held = rig.engine.scheduler, []
+        for queue in (scheduler.running, scheduler.waiting):
+            request = post(rig, "/v1/completions", prompt=[1], max_tokens=2)
+            held.append(asyncio.create_task(request))
+            await rig.until(lambda queue=queue: len(queue) == 1)
+        reply = await post(rig, "/v1/completions", prompt=[1], max_tokens=2, n=2)
+        assert reply.status_code == 429
+        assert "n is 2" in reply.json()["error"]["message"]
+        assert len(rig.engine.scheduler.waiting) == 1
+        rig.simulation.gate.set()
+        assert {reply.status_code for reply in await asyncio.gather(*held)} == {200}

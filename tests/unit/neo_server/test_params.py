@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from neo_server.errors import InvalidRequestError
-from neo_server.sampling import SamplingParams, is_prompt, request_of
+from neo_server.params import SamplingParams, is_prompt, request_of
 from protos import inference_pb2 as pb
 
 

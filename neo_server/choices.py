@@ -1,17 +1,18 @@
-"""The engine's requests behind one HTTP request, and their outputs as they come."""
+"""The engine's requests behind one public request, and their outputs as they come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from neo_server.errors import NeoError
 from neo_server.frontend import Frontend
 from neo_server.request import Output, Request
 from protos import inference_pb2 as pb
 
 
 class Choices:
-    """By index. Whoever has one calls ``release``, however the answer ends."""
+    """By index: of several prompts each one's completions. Whoever has one calls ``release``."""
 
     def __init__(self, frontend: Frontend) -> None:
         self.served: list[Request] = []
@@ -23,7 +24,7 @@ class Choices:
         choices = Choices(frontend)
         try:
             for message in messages:
-                choices.served.append(await frontend.submit(message))
+                choices.served.extend(await frontend.submit_all(message))
         except BaseException:
             choices.release()
             raise
@@ -33,6 +34,16 @@ class Choices:
         """What still runs ends, and its cache is freed."""
         for served in self.served:
             self._frontend.release(served)
+
+    def fail(self, error: NeoError) -> None:
+        """Whoever waits for outputs gets the error."""
+        for served in self.served:
+            served.stream.fail(error)
+
+    async def over(self) -> None:
+        """Waits until all have ended; each one's next output is then the whole."""
+        for served in self.served:
+            await served.stream.over()
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Of all choices until each has ended. A slow reader gets fewer, larger ones."""
