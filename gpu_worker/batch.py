@@ -141,7 +141,7 @@ class PlanReader:
         n_rows = [int(n) for n in header["n_rows"]]
         rows = step.rows[: sum(n_rows)]
         columns = plan_columns(rows, step.tokens)
-        bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
+        bounds = (slice(0, n_rows[0]), slice(n_rows[0], n_rows[0] + n_rows[1]))
         sampled = np.flatnonzero(rows["sample"])
         return Plan(
             plan_id=int(header["plan_id"]),

@@ -147,6 +147,7 @@ def write_header(header: Array, outcome: Outcome, rank: int) -> None:
     header["swap"] = times.swap
     header["head"] = times.head
     header["cpu_tasks"] = outcome.cpu_tasks
+    header["ride_wait"] = times.ride_wait
 
 
 def select_device(config: EngineConfig, rank: int) -> torch.device:

@@ -67,4 +67,6 @@ def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) 
         "world_size": 1,
         "spin_us": worker.spin_us,
         "lease_us": worker.lease_us,
+        "ride_groups": model.num_hidden_layers + 1 if scheduler.ride_capacity else 0,
+        "ride_capacity": scheduler.ride_capacity,
     }

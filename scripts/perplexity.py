@@ -120,7 +120,7 @@ class Scorer:
         """Logits, [sequences, vocabulary], after one token of every sequence."""
         rows = np.zeros(len(tokens), native.step_row_dtype)
         for i in range(len(tokens)):
-            rows[i] = (i, kind, position, 1, i, 1)
+            rows[i] = (i, kind, position, 1, i, 1, 0, 0)
         header = np.zeros((), native.step_header_dtype)
         header["plan_id"], header["n_tokens"] = position + 1, len(tokens)
         header["n_rows"][0] = len(tokens)

@@ -15,12 +15,12 @@ void register_dtypes(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(wire::Geometry, n_layers, n_heads, n_kv_heads, head_dim, act_dtype, kv_dtype,
                        block_size, page_size, n_pages, max_slots, max_rows, max_tokens, max_blocks,
                        max_pages, max_tasks, max_swaps, n_plans, max_workers, rank, world_size,
-                       spin_us, lease_us);
+                       spin_us, lease_us, ride_groups, ride_capacity);
   PYBIND11_NUMPY_DTYPE(wire::StepHeader, plan_id, n_rows, n_tokens, n_swaps, flags, rank);
-  PYBIND11_NUMPY_DTYPE(wire::StepRow, slot, kind, start, n_new, token_at, sample);
+  PYBIND11_NUMPY_DTYPE(wire::StepRow, slot, kind, start, n_new, token_at, sample, stage, place);
   PYBIND11_NUMPY_DTYPE(wire::Swap, slot, kind, n_tokens);
   PYBIND11_NUMPY_DTYPE(wire::ResultHeader, plan_id, n_rows, rank, elapsed, linear, gpu_attn,
-                       cpu_wait, handoff, swap, head, cpu_tasks);
+                       cpu_wait, handoff, swap, head, cpu_tasks, ride_wait);
   PYBIND11_NUMPY_DTYPE(wire::ResultRow, slot, status, token, logprob);
   PYBIND11_NUMPY_DTYPE(wire::SlotParams, seed, temperature, top_p, min_p, top_k);
   PYBIND11_NUMPY_DTYPE(wire::WorkerRow, pid, state, n_threads, spawned, heartbeat_ns, busy_ns,
@@ -61,6 +61,7 @@ void bind_row_enums(py::module_& module) {
       .value("PREFILL_CPU", wire::RowKind::prefill_cpu)
       .value("DECODE_GPU", wire::RowKind::decode_gpu)
       .value("DECODE_CPU", wire::RowKind::decode_cpu)
+      .value("RIDE_CPU", wire::RowKind::ride_cpu)
       .finalize();
   py::native_enum<wire::RowStatus>(module, "RowStatus", "enum.IntEnum")
       .value("COMPUTED", wire::RowStatus::computed)

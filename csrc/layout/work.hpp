@@ -39,7 +39,7 @@ class Work {
            (std::uint64_t{plan} * wire::kChannels + c) * geometry_.max_rows;
   }
   std::uint64_t* task(std::uint32_t c, std::uint32_t index) const {
-    return at<std::uint64_t>(layout_.tasks) + std::uint64_t{c} * geometry_.max_tasks + index;
+    return at<std::uint64_t>(layout_.tasks) + first_task(geometry_, c) + index;
   }
 
   // The descriptor of the job published as `epoch`, if it is still there and whole. The writer

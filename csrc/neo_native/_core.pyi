@@ -37,6 +37,7 @@ class RowKind(IntEnum):
     PREFILL_CPU = 1
     DECODE_GPU = 2
     DECODE_CPU = 3
+    RIDE_CPU = 5
 
 class RowStatus(IntEnum):
     COMPUTED = 0

@@ -173,7 +173,7 @@ class HostPlanReader:
         rows = step.rows[: sum(n_rows)]
         columns = plan_columns(rows, step.tokens)
         sampled = np.flatnonzero(rows["sample"])
-        bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
+        bounds = (slice(0, n_rows[0]), slice(n_rows[0], n_rows[0] + n_rows[1]))
         last = columns.first[1:] - 1
         return HostPlan(
             plan_id=int(header["plan_id"]),
