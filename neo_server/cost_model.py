@@ -127,16 +127,11 @@ def layer_time(batches: Sequence[Stages]) -> float:
 
 
 def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = None) -> float:
-    """Seconds of one iteration. ``ride``: riders, one layer each, spread over all layers.
-
-    Riders' linear work joins every layer's stage in equal parts; their attention has the whole
-    iteration, so it costs only when the CPU needs longer than that.
-    """
+    """Seconds of one iteration. ``ride``: what ``riding`` gives; see there."""
     layers = cost.num_layers
-    if ride is not None and ride.cpu_rows:
-        share, loads = ride.cpu_rows / layers, list(loads) or [Load()]
-        loads = [replace(loads[0], tokens=loads[0].tokens + share), *loads[1:]]
     seconds = 0.0
+    if ride is not None and ride.tokens:
+        loads = joined(loads, ride, layers)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
     if ride is not None and ride.cpu_rows:
@@ -146,10 +141,26 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = N
     if moved:
         transfer = layers * cost.transfer(moved)
         seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
-    sampled = sum(load.sampled for load in loads)
-    if ride is not None:
-        sampled += ride.cpu_rows / layers
-    return seconds + cost.head(sampled)
+    return seconds + cost.head(sum(load.sampled for load in loads))
+
+
+def riding(riders: float, tokens: float, layers: int) -> Load:
+    """Riders with ``tokens`` of K and V, spread evenly over the layers + 1 linear stages.
+
+    Each of them passes one of the stages, all but the last of which have attention behind them. It
+    has a whole iteration, so it costs only when the CPU needs longer than that.
+    """
+    return Load(riders, cpu_rows=riders, cpu_tokens=tokens, sampled=riders / (layers + 1))
+
+
+def joined(loads: Sequence[Load], ride: Load, layers: int) -> list[Load]:
+    """``loads`` with the riders' linear work in equal parts in every stage of the first."""
+    first, *others = list(loads) or [Load()]
+    share = ride.tokens / (layers + 1)
+    return [
+        replace(first, tokens=first.tokens + share, sampled=first.sampled + ride.sampled),
+        *others,
+    ]
 
 
 def load_of(rows: Rows, seqs: Seqs) -> Load:
@@ -185,7 +196,7 @@ def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
         loads = [Load()]
     loads[0].moved += swapped
     riders = Seqs.of(known[i] for i in plan.riders.tolist())
-    ride = Load(cpu_rows=len(riders), cpu_tokens=int(riders.num_tokens.sum()))
+    ride = riding(len(riders), int(riders.num_tokens.sum()), cost.num_layers)
     return iteration_time(cost, loads, ride)
 
 
@@ -208,10 +219,12 @@ def knee(cost: CostModel, limit: int, efficiency: float = 0.9) -> int:
 class FreeCost:
     """Everything costs the same little: for policies that ask nothing, and for tests."""
 
-    num_layers = 1
     overlaps_transfers = True
 
-    def __init__(self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9) -> None:
+    def __init__(
+        self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9, num_layers: int = 1
+    ) -> None:
+        self.num_layers = num_layers
         self._handoff_s = handoff_s
         self._cpu_s_per_token = cpu_s_per_token
 

@@ -157,7 +157,7 @@ def write_step(step: Step, slot: StepSlot) -> None:
     header = slot.header
     starts = np.cumsum(step.n_new) - step.n_new
     header["plan_id"] = step.plan_id
-    header["n_rows"] = [*step.n_rows, 0, 0, 0][:3]
+    header["n_rows"] = step.n_rows
     header["n_tokens"] = step.n_new.sum()
     header["n_swaps"] = len(step.swaps)
     header["flags"] = 0
@@ -169,7 +169,8 @@ def write_step(step: Step, slot: StepSlot) -> None:
     table["n_new"] = step.n_new
     table["token_at"] = starts
     table["sample"] = step.sample
-    table["stage"] = table["place"] = 0
+    table["stage"] = step.stage
+    table["place"] = step.place
     swaps = slot.swaps[: len(step.swaps)]
     swaps["slot"] = [swap.slot for swap in step.swaps]
     swaps["kind"] = [swap.kind for swap in step.swaps]

@@ -63,6 +63,9 @@ class Options:
     max_skipped_iterations: Annotated[
         int, Option(help="In a row, that a CPU-request may be left out.", min=1)
     ] = 32
+    enable_piggyback: Annotated[
+        bool, Option(help="CPU-requests may ride, a stage an iteration, where the worker can.")
+    ] = True
     profile: Annotated[
         bool, Option(help="Measure stage times at start, unless they are stored.")
     ] = True
@@ -73,7 +76,7 @@ class Options:
         str,
         Option(
             help="gpu-only, simple-offload, symmetric, fastdecode-plus, "
-            "neo, mixed, or module:attribute."
+            "neo, mixed, piggyback, or module:attribute."
         ),
     ] = "neo"
     skip_tokenizer_init: Annotated[

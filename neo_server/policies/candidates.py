@@ -7,18 +7,19 @@ per decoded token. A candidate with a worth above its duration pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time
-from neo_server.plan import Mode, Seqs, View
+from neo_server.cost_model import CostModel, Load, Stages, iteration_time, riding
+from neo_server.plan import Mode, View
+from neo_server.policies.queue import Queue, TokensOf, crowd
 
 # A candidate, and a further CPU-request, has to promise more than the cost model's noise.
 _GAIN = 1.01
 # A CPU-request stays for all its tokens, while the load around it changes.
 _LASTING_GAIN = 1.05
+# Riders' attention takes this share of the iteration at most: what is late delays GPU rows too.
+_HIDDEN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Choice:
 
     first: int = 0
     second: int = 0
-    riders: int = 0
+    riders: int = 0  # those on their way, then the first of those that may start
     seconds: float = 0.0
     score: float = 1.0  # worth over duration
 
@@ -52,56 +53,35 @@ class Choice:
         return self.first + self.second + self.riders
 
 
-TokensOf = Callable[[int], float]  # K and V tokens of the first k of the queue
+def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Choice:
+    """Step 6: the candidate of the highest score; ``base`` is batch-0 without CPU decodes.
 
-
-def choose(
-    view: View, cost: CostModel, worth: Worth, base: Load, queue: Seqs, forced: int
-) -> Choice:
-    """Step 6: the best candidate that holds at least the first ``forced`` of the queue."""
-    total = np.concatenate(([0], np.cumsum(queue.num_tokens)))
+    A stage that a rider has passed counts as its share of a token: gained when it rides, lost when
+    a batch serves it. So a wave is started, left standing and given up for what that is worth.
+    """
     if view.cpu_workers == 0:  # nothing else is left to do: a worker may come
-        return Choice(first=len(queue))
-    riding = int((queue.ride > 0).sum())
-    return best(view, cost, worth, base, len(queue), lambda k: float(total[k]), forced, riding)
-
-
-def best(
-    view: View,
-    cost: CostModel,
-    worth: Worth,
-    base: Load,
-    count: int,
-    tokens: TokensOf,
-    forced: int = 0,
-    riding: int = 0,
-) -> Choice:
-    """The candidate of the highest score; ``base`` is batch-0 without CPU decodes."""
+        return Choice(first=queue.count)
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    winner = Choice(seconds=alone) if base.tokens and not forced else None
+    winner = Choice(seconds=alone) if base.tokens and not queue.forced else None
     bar = _GAIN
-    for first, second, riders in _shapes(view, cost, base, count, tokens, forced, riding):
-        if first + second + riders < forced:
-            continue
-        seconds = _time(cost, base, tokens, first, second, riders)
-        gained = first + second + riders / cost.num_layers
+    for first, second, riders in _shapes(view, cost, base, queue):
+        seconds = _time(cost, base, queue, first, second, riders)
+        gained = first + second - queue.lost(first + second)
+        if riders:
+            gained = riders / view.ride_groups
         score = (alone + worth.token * gained) / seconds
-        late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s and not riders
+        per_token = seconds * (view.ride_groups if riders else 1)
+        late = view.tpot_slo_s is not None and per_token > view.tpot_slo_s
         if winner is None or (score > bar and not late):
             winner, bar = Choice(first, second, riders, seconds, score), score
-    return winner or Choice(first=max(forced, min(count, 1)))
+    return winner or Choice(first=max(queue.forced, min(queue.count, 1)))
 
 
 def _shapes(
-    view: View,
-    cost: CostModel,
-    base: Load,
-    count: int,
-    tokens: TokensOf,
-    forced: int,
-    riding: int,
+    view: View, cost: CostModel, base: Load, queue: Queue
 ) -> Iterator[tuple[int, int, int]]:
     """(rows of batch-0, rows of batch-1, riders), most of them within what is hidden."""
+    count, tokens, forced = queue.count, queue.tokens, queue.forced
     if Mode.ONE_BATCH in view.modes:
         fewer: tuple[int, ...] = ()
         if forced < count:
@@ -111,18 +91,21 @@ def _shapes(
             if rows >= max(forced, 1):
                 yield rows, 0, 0
     if Mode.TWO_BATCHES in view.modes:
-        yield from _pipelines(cost, base, count, tokens)
-    if Mode.PIGGYBACK in view.modes:
-        yield from _rides(cost, base, count, tokens, max(riding, forced))
+        for first, second in _pipelines(cost, base, count, tokens):
+            if first + second >= forced:
+                yield first, second, 0
+    if Mode.PIGGYBACK in view.modes and base.tokens:
+        for riders in _rides(cost, base, queue):
+            yield 0, 0, riders
 
 
 def _pipelines(
     cost: CostModel, base: Load, count: int, tokens: TokensOf
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int]]:
     """Step 4: T_ca1 <= T_l0 + T_ga0, then T_ca0 within what is left of the cycle."""
     if not base.tokens:  # CPU rows alone: two halves hide each other's linear stages
         if count:
-            yield count - count // 2, count // 2, 0
+            yield count - count // 2, count // 2
         return
     zero = Stages.of(cost, base)
     second = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn)
@@ -131,12 +114,12 @@ def _pipelines(
     both = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn + one)
     first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
     if first > 0:
-        yield first, second, 0
+        yield first, second
     if second:
-        yield 0, second, 0
+        yield 0, second
     if count > second + max(first, 0):
         both = _balanced(cost, zero, count, tokens)
-        yield count - both, both, 0
+        yield count - both, both
 
 
 def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> int:
@@ -150,22 +133,21 @@ def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> in
     return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
-def _rides(
-    cost: CostModel, base: Load, count: int, tokens: TokensOf, least: int
-) -> Iterator[tuple[int, int, int]]:
-    """As many riders as the CPU can serve one layer of in an iteration."""
-    alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    most = _fitting(cost, count, tokens, 0, alone)
-    for riders in {max(most, least), max(least, min(count, 1))}:
+def _rides(cost: CostModel, base: Load, queue: Queue) -> Iterator[int]:
+    """Those on their way, and as many more as the CPU can serve one layer of in an iteration."""
+    if queue.due > queue.starters:
+        return
+    least, most = queue.on_way + queue.due, queue.on_way + queue.starters
+    fit = _fitting(cost, most, queue.ride_tokens, 0, _HIDDEN * iteration_time(cost, [base]))
+    for riders in {max(fit, least), least}:
         if riders:
-            yield 0, 0, riders
+            yield riders
 
 
-def _time(
-    cost: CostModel, base: Load, tokens: TokensOf, first: int, second: int, riders: int
-) -> float:
+def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int, riders: int) -> float:
+    tokens = queue.tokens
     if riders:
-        ride = Load(cpu_rows=riders, cpu_tokens=tokens(riders))
+        ride = riding(riders, queue.ride_tokens(riders), cost.num_layers)
         return iteration_time(cost, [base], ride)
     middle = tokens(second)
     zero = base.with_cpu(first, tokens(second + first) - middle) if first else base
@@ -210,17 +192,18 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
-            joined = best(view, cost, worth, load, count, lambda k: k * mean)
+            joined = best(view, cost, worth, load, crowd(view, count, mean))
             if not joined.rows or count > joined.rows * view.max_skipped:
                 # The bound on skips lets them in at any price.
                 due = -(-count // view.max_skipped)
-                joined = best(view, cost, worth, load, due, lambda k: k * mean, forced=due)
-            gained = joined.first + joined.second + joined.riders / layers
+                joined = best(view, cost, worth, load, crowd(view, due, mean, forced=due))
+            gained = float(joined.first + joined.second)
+            if joined.riders:
+                gained = joined.riders / view.ride_groups
             spent += share * joined.seconds
             value += share * (alone + worth.token * gained)
         return value / spent
 
-    layers = cost.num_layers
     wanted, reached = present, gain(present, kinds) if present else 1.0
     bar = max(reached * 1.002, _LASTING_GAIN)
     count = present + 1

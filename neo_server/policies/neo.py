@@ -13,8 +13,9 @@ import numpy as np
 
 from neo_server.cost_model import CostModel, Load, iteration_time, knee
 from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
-from neo_server.policies.candidates import Choice, Worth, choose, population
+from neo_server.policies.candidates import Choice, Worth, best, population
 from neo_server.policies.draft import Draft, decode_load
+from neo_server.policies.queue import Orders
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
@@ -225,23 +226,18 @@ def _cpu_places(
 
 def _with_cpu(draft: Draft, cost: CostModel, worth: Worth, base: Load, decodes: Seqs) -> Plan:
     """Steps 4 and 6."""
-    view = draft.view
-    order = np.lexsort((decodes.id, -decodes.skipped, decodes.ride == 0))
-    queue = decodes.take(order)
-    room = max(draft.tokens_left, 0)
-    queue = queue.take(slice(room))
-    due = queue.skipped >= view.max_skipped - 1
-    forced = int(np.flatnonzero(due)[-1]) + 1 if due.any() else 0
-    choice = choose(view, cost, worth, base, queue, forced)
-    return _built(draft, choice, queue)
+    orders = Orders.of(draft.view, decodes.take(slice(max(draft.tokens_left, 0))))
+    choice = best(draft.view, cost, worth, base, orders.queue(draft.view))
+    return _built(draft, choice, orders)
 
 
-def _built(draft: Draft, choice: Choice, queue: Seqs) -> Plan:
+def _built(draft: Draft, choice: Choice, orders: Orders) -> Plan:
+    queue = orders.for_batches
     second = queue.take(slice(choice.second))
     first = queue.take(slice(choice.second, choice.second + choice.first))
     draft.decode(_by_arrival(first), Place.CPU)
     draft.decode(_by_arrival(second), Place.CPU, batch=1 if draft.has_gpu_work else 0)
-    riders: Ints = np.sort(queue.id[: choice.riders])
+    riders: Ints = np.sort(orders.for_riders.id[: choice.riders])
     return draft.build(riders, choice.seconds)
 
 

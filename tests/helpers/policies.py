@@ -1,4 +1,4 @@
-"""A policy that forces what a sensible one would seldom do, loaded as ``module:attribute``."""
+"""Policies that force what a sensible one would seldom do, loaded as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import random
 import numpy as np
 
 from neo_server.cost_model import CostModel
-from neo_server.plan import Place, Plan, Seqs, View
+from neo_server.plan import Mode, Place, Plan, Seqs, View
 from neo_server.policies.draft import Draft
+from neo_server.policies.queue import Orders
 
 _random = random.Random(20241102)
 
@@ -16,6 +17,30 @@ _random = random.Random(20241102)
 def churn(view: View, cost: CostModel) -> Plan:
     """Places by chance; now and then a sequence is swapped out, swapped in or preempted."""
     draft = Draft(view)
+    cpu_decodes = _placed(draft)
+    batch = 1 if draft.has_gpu_work and _random.random() < 0.7 else 0
+    draft.decode(cpu_decodes, Place.CPU, batch=batch)
+    return draft.build()
+
+
+def ride_churn(view: View, cost: CostModel) -> Plan:
+    """The same with riders: now and then they stand still, or a batch takes some of them."""
+    draft = Draft(view)
+    decodes = _placed(draft)
+    chance = _random.random()
+    if Mode.PIGGYBACK not in view.modes or chance < 0.2:
+        draft.decode(decodes.take(slice(_random.randint(1, max(len(decodes), 1)))), Place.CPU)
+        return draft.build()
+    if chance < 0.4 and draft.has_gpu_work:
+        return draft.build()
+    riders = Orders.of(view, decodes).for_riders
+    least = max(int((riders.ride > 0).sum()), 0 if draft.has_gpu_work else min(len(riders), 1))
+    return draft.build(np.sort(riders.id[: _random.randint(least, len(riders))]))
+
+
+def _placed(draft: Draft) -> Seqs:
+    """Everything but the CPU decodes, which it returns."""
+    view = draft.view
     gpu, cpu = view.running.at(Place.GPU), view.running.at(Place.CPU)
     gpu, cpu = _preempt_one(draft, gpu), _preempt_one(draft, cpu)
     gpu, cpu = draft.grow(gpu, Place.GPU, draft.preempt), draft.grow(cpu, Place.CPU, draft.preempt)
@@ -34,9 +59,7 @@ def churn(view: View, cost: CostModel) -> Plan:
             if not any(draft.admit(seq, place, 0) for place in places):
                 break
     draft.tokens_left += len(cpu_decodes)
-    batch = 1 if draft.has_gpu_work and _random.random() < 0.7 else 0
-    draft.decode(cpu_decodes, Place.CPU, batch=batch)
-    return draft.build()
+    return cpu_decodes
 
 
 def _preempt_one(draft: Draft, seqs: Seqs) -> Seqs:
