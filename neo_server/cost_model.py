@@ -81,6 +81,30 @@ class Load:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ride:
+    """The riders of an iteration in sums.
+
+    Each passes one of the layers + 1 linear stages, all but the last of which have attention behind
+    them. That has a whole iteration, so it costs only when the CPU needs longer.
+    """
+
+    riders: float = 0
+    groups: float = 0  # with attention: each has a hand-off of its own
+    cpu_rows: float = 0  # with attention
+    cpu_tokens: float = 0
+    sampled: float = 0
+
+    @staticmethod
+    def spread(riders: float, tokens: float, groups: int, capacity: int) -> Ride:
+        """Riders with ``tokens`` of K and V in full groups, as many at every stage."""
+        used = min(-(-riders // max(capacity, 1)), groups - 1)
+        return Ride(riders, used, riders, tokens, riders / groups)
+
+
+NO_RIDE = Ride()
+
+
 def pairs_of(n_new: float, start: float) -> float:
     """Query-key pairs of a causal chunk."""
     return n_new * (start + (n_new + 1) / 2)
@@ -126,16 +150,16 @@ def layer_time(batches: Sequence[Stages]) -> float:
     return max(gpu, *chains, first.cpu_attn + second.cpu_attn)
 
 
-def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = None) -> float:
-    """Seconds of one iteration. ``ride``: what ``riding`` gives; see there."""
+def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE) -> float:
+    """Seconds of one iteration of one or two sub-batches and riders."""
     layers = cost.num_layers
     seconds = 0.0
-    if ride is not None and ride.tokens:
+    if ride.riders:
         loads = joined(loads, ride, layers)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
-    if ride is not None and ride.cpu_rows:
-        seconds += layers * cost.handoff(ride.cpu_rows / layers)
+    if ride.groups:
+        seconds += ride.groups * cost.handoff(ride.cpu_rows / ride.groups)
         seconds = max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens))
     moved = sum(load.moved for load in loads)
     if moved:
@@ -144,19 +168,10 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = N
     return seconds + cost.head(sum(load.sampled for load in loads))
 
 
-def riding(riders: float, tokens: float, layers: int) -> Load:
-    """Riders with ``tokens`` of K and V, spread evenly over the layers + 1 linear stages.
-
-    Each of them passes one of the stages, all but the last of which have attention behind them. It
-    has a whole iteration, so it costs only when the CPU needs longer than that.
-    """
-    return Load(riders, cpu_rows=riders, cpu_tokens=tokens, sampled=riders / (layers + 1))
-
-
-def joined(loads: Sequence[Load], ride: Load, layers: int) -> list[Load]:
+def joined(loads: Sequence[Load], ride: Ride, layers: int) -> list[Load]:
     """``loads`` with the riders' linear work in equal parts in every stage of the first."""
     first, *others = list(loads) or [Load()]
-    share = ride.tokens / (layers + 1)
+    share = ride.riders / (layers + 1)
     return [
         replace(first, tokens=first.tokens + share, sampled=first.sampled + ride.sampled),
         *others,
@@ -196,7 +211,8 @@ def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
         loads = [Load()]
     loads[0].moved += swapped
     riders = Seqs.of(known[i] for i in plan.riders.tolist())
-    ride = riding(len(riders), int(riders.num_tokens.sum()), cost.num_layers)
+    tokens, groups = int(riders.num_tokens.sum()), max(view.ride_groups, 2)
+    ride = Ride.spread(len(riders), tokens, groups, view.ride_capacity)
     return iteration_time(cost, loads, ride)
 
 

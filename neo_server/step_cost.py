@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from neo_native import RowKind
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time, joined
+from neo_server.cost_model import NO_RIDE, CostModel, Load, Ride, Stages, iteration_time, joined
 from neo_server.step import Step
 
 
@@ -14,7 +16,7 @@ class StepLoad:
     """Sums of each sub-batch, and of the riders."""
 
     batches: tuple[Load, ...]
-    ride: Load
+    ride: Ride = NO_RIDE
 
     def seconds(self, cost: CostModel) -> float:
         """How long ``cost`` says that it takes."""
@@ -22,11 +24,13 @@ class StepLoad:
 
     def stages(self, cost: CostModel) -> list[Stages]:
         """Of each sub-batch; the riders' linear work and hand-off are the first one's."""
-        if not self.ride.tokens:
+        if not self.ride.riders:
             return [Stages.of(cost, load) for load in self.batches]
         layers = cost.num_layers
         first, *others = [Stages.of(cost, b) for b in joined(self.batches, self.ride, layers)]
-        handoff = cost.handoff(self.ride.cpu_rows / layers) if self.ride.cpu_rows else 0.0
+        groups, handoff = self.ride.groups, 0.0
+        if groups:
+            handoff = groups / layers * cost.handoff(self.ride.cpu_rows / groups)
         return [replace(first, handoff=first.handoff + handoff), *others]
 
     @property
@@ -54,12 +58,13 @@ def load_of_step(step: Step) -> StepLoad:
     return StepLoad(tuple(loads), _ride(step, slice(first + second, None)))
 
 
-def _ride(step: Step, part: slice) -> Load:
+def _ride(step: Step, part: slice) -> Ride:
     sample = step.sample[part]
     attends = sample == 0  # K and V of all before the token, and its own
     rows = int(attends.sum())
     tokens = int(step.start[part][attends].sum()) + rows
-    return Load(len(sample), cpu_rows=rows, cpu_tokens=tokens, sampled=int(sample.sum()))
+    groups = len(np.unique(step.stage[part][attends]))  # no two have the same
+    return Ride(len(sample), groups, rows, tokens, int(sample.sum()))
 
 
 def _load(step: Step, part: slice) -> Load:

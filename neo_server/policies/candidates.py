@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time, riding
+from neo_server.cost_model import CostModel, Load, Ride, Stages, iteration_time
 from neo_server.plan import Mode, View
 from neo_server.policies.queue import Queue, TokensOf, crowd
 
 # A candidate, and a further CPU-request, has to promise more than the cost model's noise.
 _GAIN = 1.01
+# Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
+_WAVE_GAIN = 1.02
+# A wave takes a token's time to build up and to replace, so it begins, or is given up for batches,
+# only for this much.
+_SWITCH_GAIN = 1.1
 # A CPU-request stays for all its tokens, while the load around it changes.
 _LASTING_GAIN = 1.05
 # Riders' attention takes this share of the iteration at most: what is late delays GPU rows too.
@@ -57,30 +62,32 @@ def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) ->
     """Step 6: the candidate of the highest score; ``base`` is batch-0 without CPU decodes.
 
     A stage that a rider has passed counts as its share of a token: gained when it rides, lost when
-    a batch serves it. So a wave is started, left standing and given up for what that is worth.
+    a batch serves it. So a wave is left standing or given up for what that is worth.
     """
     if view.cpu_workers == 0:  # nothing else is left to do: a worker may come
         return Choice(first=queue.count)
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
     winner = Choice(seconds=alone) if base.tokens and not queue.forced else None
     bar = _GAIN
-    for first, second, riders in _shapes(view, cost, base, queue):
-        seconds = _time(cost, base, queue, first, second, riders)
+    for first, second in _shapes(view, cost, base, queue):
+        seconds = _time(cost, base, queue, first, second)
         gained = first + second - queue.lost(first + second)
-        if riders:
-            gained = riders / view.ride_groups
         score = (alone + worth.token * gained) / seconds
-        per_token = seconds * (view.ride_groups if riders else 1)
-        late = view.tpot_slo_s is not None and per_token > view.tpot_slo_s
+        late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s
         if winner is None or (score > bar and not late):
-            winner, bar = Choice(first, second, riders, seconds, score), score
+            winner, bar = Choice(first, second, 0, seconds, score), score
+    over_gpu, over_batches = (_WAVE_GAIN, _SWITCH_GAIN) if queue.on_way else (1.0, 1 / _SWITCH_GAIN)
+    serves_most = winner is not None and 2 * winner.rows > queue.count
+    edge = over_batches if serves_most else over_gpu
+    for wave in _rides(view, cost, worth, base, queue):
+        late = view.tpot_slo_s is not None and wave.seconds * view.ride_groups > view.tpot_slo_s
+        if winner is None or (edge * wave.score > bar and not late):
+            winner, bar = wave, edge * wave.score
     return winner or Choice(first=max(queue.forced, min(queue.count, 1)))
 
 
-def _shapes(
-    view: View, cost: CostModel, base: Load, queue: Queue
-) -> Iterator[tuple[int, int, int]]:
-    """(rows of batch-0, rows of batch-1, riders), most of them within what is hidden."""
+def _shapes(view: View, cost: CostModel, base: Load, queue: Queue) -> Iterator[tuple[int, int]]:
+    """Rows of batch-0 and of batch-1, most of them within what is hidden."""
     count, tokens, forced = queue.count, queue.tokens, queue.forced
     if Mode.ONE_BATCH in view.modes:
         fewer: tuple[int, ...] = ()
@@ -89,14 +96,11 @@ def _shapes(
             fewer = (hidden, forced, *(count >> shift for shift in range(1, 5)))
         for rows in {count, *fewer}:
             if rows >= max(forced, 1):
-                yield rows, 0, 0
+                yield rows, 0
     if Mode.TWO_BATCHES in view.modes:
         for first, second in _pipelines(cost, base, count, tokens):
             if first + second >= forced:
-                yield first, second, 0
-    if Mode.PIGGYBACK in view.modes and base.tokens:
-        for riders in _rides(cost, base, queue):
-            yield 0, 0, riders
+                yield first, second
 
 
 def _pipelines(
@@ -133,22 +137,36 @@ def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> in
     return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
-def _rides(cost: CostModel, base: Load, queue: Queue) -> Iterator[int]:
-    """Those on their way, and as many more as the CPU can serve one layer of in an iteration."""
-    if queue.due > queue.starters:
+def _rides(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Iterator[Choice]:
+    """Those on their way, and as many more as the CPU can serve one layer of in an iteration.
+
+    A wave fills one group a plan, so it is judged by what it comes to; those on their way alone, as
+    they are.
+    """
+    if Mode.PIGGYBACK not in view.modes or not base.tokens or queue.due > queue.starters:
         return
+    alone = iteration_time(cost, [base])
     least, most = queue.on_way + queue.due, queue.on_way + queue.starters
-    fit = _fitting(cost, most, queue.ride_tokens, 0, _HIDDEN * iteration_time(cost, [base]))
-    for riders in {max(fit, least), least}:
-        if riders:
-            yield riders
+
+    def wave(riders: int, tokens: TokensOf) -> tuple[float, float]:
+        ride = Ride.spread(riders, tokens(riders), view.ride_groups, view.ride_capacity)
+        seconds = iteration_time(cost, [base], ride)
+        return seconds, (alone + worth.token * riders / view.ride_groups) / seconds
+
+    if least:
+        seconds, score = wave(least, queue.ride_tokens)
+        yield Choice(riders=least, seconds=seconds, score=score)
+    now = _fitting(cost, most, queue.ride_tokens, 0, _HIDDEN * alone)
+    if now > least:
+        places = view.ride_groups * view.ride_capacity
+        full = _fitting(cost, min(queue.count, places), queue.tokens, 0, _HIDDEN * alone)
+        _, score = wave(max(full, now), queue.tokens)
+        seconds, _ = wave(now, queue.ride_tokens)
+        yield Choice(riders=now, seconds=seconds, score=score)
 
 
-def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int, riders: int) -> float:
+def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int) -> float:
     tokens = queue.tokens
-    if riders:
-        ride = riding(riders, queue.ride_tokens(riders), cost.num_layers)
-        return iteration_time(cost, [base], ride)
     middle = tokens(second)
     zero = base.with_cpu(first, tokens(second + first) - middle) if first else base
     if not second:
@@ -204,14 +222,34 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
             value += share * (alone + worth.token * gained)
         return value / spent
 
-    wanted, reached = present, gain(present, kinds) if present else 1.0
-    bar = max(reached * 1.002, _LASTING_GAIN)
-    count = present + 1
-    while count <= most:
+    reached = gain(present, kinds) if present else 1.0
+    wanted, bar = present, max(reached * 1.002, _LASTING_GAIN)
+    waves = _waves(view, cost, worth.decode_only, mean, present, most)
+    hopeless = False
+    for count in sorted(waves.union(_growing(present, most))):
+        if hopeless and count not in waves:
+            continue
         promised = gain(count, kinds)
         if promised >= bar and gain(count, kinds[:1]) >= _GAIN:
             wanted, bar = count, promised * 1.002
         elif promised < reached and count > 2 * present + 16:
-            break
-        count += max(1, count // 2)
+            hopeless = True
     return wanted
+
+
+def _growing(present: int, most: int) -> Iterator[int]:
+    count = present + 1
+    while count <= most:
+        yield count
+        count += max(1, count // 2)
+
+
+def _waves(
+    view: View, cost: CostModel, base: Load, mean: float, present: int, most: int
+) -> set[int]:
+    """Crowds that ride: as many as the CPU serves, and fewer. A few may not pay for hand-offs."""
+    if Mode.PIGGYBACK not in view.modes or not base.tokens:
+        return set()
+    seconds = _HIDDEN * iteration_time(cost, [base])
+    fit = _fitting(cost, most, lambda k: k * mean, 0, seconds)
+    return {count for count in (fit // 4, fit // 2, fit) if count > present}

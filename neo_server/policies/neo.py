@@ -23,6 +23,8 @@ _AMPLE = 0.05
 # few iterations, for the sake of planning time.
 _CROWD = 256
 _CONSIDERED = 4
+# A rider that has more than this share of its stages behind it keeps them: it is moved later.
+_EARLY = 0.25
 _TILE = 64  # tokens that matrix products take at a time: a part of them costs as much
 _MANY_TILES = 4  # from which on filling the last one is a small change
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
@@ -80,19 +82,30 @@ def _may_park(cost: CostModel, seq: SeqView) -> bool:
 
 
 def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
-    """While there is ample room the earliest come back: if nobody else wants it, or they starve."""
+    """While there is ample room the earliest come back: if nobody else wants it, or they starve.
+
+    Riders are slow, and new arrivals can ride in their stead: they have the first right to room, as
+    much as an arrival would find. So the CPU-cache is where requests wait, and advance meanwhile.
+    """
     view = draft.view
     starving = _starving(view, on_cpu)
-    if not len(on_cpu) or (view.waiting and not starving):
+    if not len(on_cpu):
         return []
+    relieves = bool(view.waiting) and not starving
+    if relieves:
+        if not (on_cpu.ride > 0).any():
+            return []
+        on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
     for seq in on_cpu:
         occupants = len(gpu) + len(returned)
-        reserve = -(-occupants // view.block_size) if starving else ample + occupants
-        if not draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
+        tight = starving or relieves
+        reserve = -(-occupants // view.block_size) if tight else ample + occupants
+        if draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
+            returned.append(seq.id)
+        elif not relieves:  # who rides may be passed: it advances where it is
             break
-        returned.append(seq.id)
     return returned
 
 
@@ -117,6 +130,8 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
     view, gpu_decodes, cpu_places = draft.view, int(base.gpu_rows), -1
     busy = bool(len(gpu) or len(cpu))
     for seq in view.waiting:
+        if busy and limit <= base.tokens:
+            break
         reserve = -(-gpu_decodes // view.block_size) if busy else 0
         place = Place.GPU
         if not draft.can_admit(seq, Place.GPU, reserve):
