@@ -114,6 +114,10 @@ void bind_rides(py::class_<Exchange>& exchange) {
           py::arg("group"), py::arg("out"))
       .def("ride_give_up", [](Exchange& self) { self.rides().give_up(); })
       .def(
+          "ride_given_up",
+          [](Exchange& self, std::uint32_t group) { return self.rides().given_up(group); },
+          py::arg("group"))
+      .def(
           "ride_abort_through",
           [](Exchange& self, std::uint64_t job) { self.rides().abort_through(job); },
           py::arg("job"))

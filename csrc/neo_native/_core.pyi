@@ -273,6 +273,7 @@ class Exchange:
         """As wait, for the job that the group's last plan published."""
     def ride_collect(self, group: int, out: Array) -> None: ...  # as collect; of the plan's riders
     def ride_give_up(self) -> None: ...  # every published job of riders that is not done
+    def ride_given_up(self, group: int) -> bool: ...  # the job that ride_wait would wait for
     def ride_abort_through(self, job: int) -> None: ...  # those up to this number
     def ride_progress(self) -> int: ...  # grows whenever a job of riders is done
     def ride_tasks(self, group: int) -> int: ...  # of the job that the plan's move publishes
