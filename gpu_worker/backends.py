@@ -70,6 +70,7 @@ class Backend:
     runner: PlanRunner
     profiler: Profiler
     num_gpu_blocks: int
+    takes_riders: bool  # where the geometry has groups for them
 
 
 def uses_triton(worker: WorkerConfig, device: torch.device) -> bool:
@@ -186,4 +187,6 @@ def make_torch_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     reader = PlanReader(sequences, parts.limits(blocks), model.device)
-    return Backend(reader, Executor(model, cache, offload), profiler, blocks)
+    groups, capacity = (int(parts.segments.geometry[f"ride_{n}"]) for n in ("groups", "capacity"))
+    executor = Executor(model, cache, offload, groups, capacity)
+    return Backend(reader, executor, profiler, blocks, takes_riders=groups > 0)

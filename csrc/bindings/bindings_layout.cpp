@@ -128,6 +128,14 @@ py::dict device_layout(const py::array& geometry) {
   at["tiles"] = cache.tile(g, 0, 0, 0);
   at["tile_bytes"] = cache.tile_bytes;
   at["scales"] = cache.scales_at(g);
+  at["ride_published"] = work.ride_queue + offsetof(wire::RideQueue, published);
+  at["ride_abort"] = work.ride_queue + offsetof(wire::RideQueue, abort);
+  at["ride_done"] = work.ride_done;
+  at["ride_done_bytes"] = sizeof(wire::Doorbell);
+  at["ride_tasks"] = layout::ride_tasks(g);  // task words of a group
+  at["ride_words"] = work.tasks + layout::first_task(g, layout::ride_channel(0)) * 8;
+  at["ride_q"] = exchange.q_row(g, layout::ride_channel(0), 0);
+  at["ride_areas"] = exchange.area(g, 0, layout::ride_channel(0), 0);
   at["task_epoch_shift"] = wire::kTaskEpochShift;
   at["task_worker_shift"] = wire::kTaskWorkerShift;
   at["task_field_mask"] = wire::kTaskFieldMask;

@@ -141,7 +141,9 @@ class Rig:
         self._workers: list[Any] = []
         if cpu_side is None:
             cpu_side = self._native_side(geometry, segment, workers, timeout_s)
-        self.executor = Executor(model, self.cache, cpu_side)
+        self.cpu_side = cpu_side
+        groups, capacity = (int(geometry[f"ride_{name}"]) for name in ("groups", "capacity"))
+        self.executor = Executor(model, self.cache, cpu_side, groups, capacity)
         limits = PlanLimits.from_geometry(geometry, num_blocks, MAX_LEN, config.vocab_size)
         self.limits = limits
         self.reader = PlanReader(self.sequences, limits, CPU)
