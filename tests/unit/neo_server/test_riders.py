@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from neo_native import RowKind
 from neo_server.cost_model import CostModel
-from neo_server.plan import Mode, Place, Plan, View
+from neo_server.errors import PlanError
+from neo_server.plan import Mode, Place, Plan, PlanRow, Rows, Seqs, SeqView, View
+from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
 from neo_server.policies.draft import Draft
 from neo_server.request import Sequence, State
 from neo_server.riders import group_capacity
+from neo_server.scheduler import RUNNABLE
 from neo_server.step import Step
 from tests.helpers.fake_gpu_worker import generate
 from tests.unit.neo_server.simulation import Simulation, Sizes
@@ -213,3 +218,78 @@ def test_traffic_in_waves_ends_with_the_right_tokens(policy: str, seed: int) -> 
 def test_every_sequence_has_a_place_when_all_of_them_ride() -> None:
     for groups, seqs in ((4, 256), (33, 256), (81, 16), (33, 1000)):
         assert groups * group_capacity(groups, seqs) >= seqs
+
+
+RIDING = View(
+    waiting=(),
+    running=Seqs.of(
+        (
+            SeqView(1, Place.GPU, 5, 4, 3),
+            SeqView(2, Place.CPU, 5, 4, 2, ride=2),
+            SeqView(3, Place.CPU, 5, 4, 2, ride=1),
+            SeqView(4, Place.CPU, 5, 4, 2),
+            SeqView(5, Place.CPU, 5, 4, 2),
+        )
+    ),
+    gpu_blocks_free=8,
+    gpu_blocks_total=16,
+    cpu_pages_free=8,
+    cpu_pages_total=16,
+    block_size=2,
+    page_size=4,
+    seats_free=4,
+    max_num_batched_tokens=8,
+    max_swaps=2,
+    enable_chunked_prefill=True,
+    cpu_workers=1,
+    modes=frozenset(Mode),
+    ride_groups=LAYERS + 1,
+    ride_capacity=1,
+)
+GPU_1, CPU_4 = PlanRow(1, RowKind.DECODE_GPU, 1), PlanRow(4, RowKind.DECODE_CPU, 1)
+
+
+def plan_of(
+    riders: tuple[int, ...], *batches: tuple[PlanRow, ...], **moves: tuple[int, ...]
+) -> Plan:
+    rows = tuple(Rows.of(batch) for batch in batches)
+    return Plan(rows, riders=np.array(riders, np.int64), **moves)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of((2, 3), (GPU_1,)),
+        plan_of((2, 3, 4), (GPU_1,)),
+        plan_of((3,), (GPU_1,), swap_in=(2,)),
+        plan_of((3, 4), preempt=(2,)),
+        plan_of((), (GPU_1,)),  # the wave stands still
+        plan_of((), (CPU_4,)),
+    ],
+)
+def test_plans_that_keep_the_groups_together_pass(plan: Plan) -> None:
+    check_plan(plan, RIDING)
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [
+        pytest.param(plan_of((2, 4), (GPU_1,)), "left behind", id="one on its way is missing"),
+        pytest.param(plan_of((2, 3, 4, 5), (GPU_1,)), "places", id="more than places"),
+        pytest.param(plan_of((2, 3), (GPU_1, CPU_4)), "one kind", id="beside CPU decodes"),
+        pytest.param(plan_of((2, 3), (GPU_1,), (CPU_4,)), "one kind", id="beside a second batch"),
+        pytest.param(plan_of((1, 2, 3)), "stay", id="a GPU-request"),
+        pytest.param(plan_of((2, 3), swap_in=(2,)), "stay", id="one that moves away"),
+        pytest.param(plan_of((2, 3, 9)), "stay", id="unknown"),
+    ],
+)
+def test_plans_that_break_a_group_are_refused(plan: Plan, word: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        check_plan(plan, RIDING)
+
+
+def test_a_worker_without_riders_is_offered_none() -> None:
+    simulation = riding("neo", ride_capacity=0)
+    assert Mode.PIGGYBACK not in simulation.scheduler.modes
+    with pytest.raises(PlanError, match="piggyback"):
+        check_plan(plan_of((2, 3), (GPU_1,)), replace(RIDING, modes=RUNNABLE))
