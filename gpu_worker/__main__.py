@@ -13,7 +13,7 @@ import grpc
 
 from gpu_worker.abandonment import end_when_abandoned
 from gpu_worker.errors import GpuWorkerError
-from gpu_worker.worker import PLAN_MODES, GpuWorker, device_name
+from gpu_worker.worker import GpuWorker, device_name
 from neo_native import NativeError, logs
 from neo_native.lifetime import die_with_parent
 from neo_native.segments import SegmentSet, attach_all, gpu_worker_byte
@@ -72,7 +72,7 @@ def serve(server: str, rank: int, leave: LeaveFlag) -> None:
             num_gpu_blocks=worker.num_gpu_blocks,
             device=device_name(worker.device),
             profile_json=worker.profile(),
-            plan_modes=PLAN_MODES,
+            plan_modes=worker.plan_modes,
         )
         stub.ReportGpuReady(ready, timeout=CONTROL_TIMEOUT_S, metadata=key_metadata())
     logger.info("ready on %s, %d GPU blocks", device_name(worker.device), worker.num_gpu_blocks)

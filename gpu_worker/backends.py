@@ -71,6 +71,7 @@ class Backend:
     runner: PlanRunner
     profiler: Profiler
     num_gpu_blocks: int
+    takes_riders: bool  # where the geometry has groups for them
 
 
 def uses_triton(worker: WorkerConfig, device: torch.device) -> bool:
@@ -197,5 +198,6 @@ def make_torch_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     reader = PlanReader(sequences, parts.limits(blocks), model.device)
-    executor = Executor(model, cache, offload, parts.features())
-    return Backend(reader, executor, profiler, blocks)
+    groups, capacity = (int(parts.segments.geometry[f"ride_{n}"]) for n in ("groups", "capacity"))
+    executor = Executor(model, cache, offload, parts.features(), groups, capacity)
+    return Backend(reader, executor, profiler, blocks, takes_riders=groups > 0)

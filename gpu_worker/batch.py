@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
+from gpu_worker.riders import Continued, RiderGroup, read_riders
 from gpu_worker.sampler import SamplingParams
 from gpu_worker.wanted import Wanted, wanted_by
 from neo_native import RowKind, SwapKind
@@ -61,15 +62,6 @@ class CpuDecodes:
 
 
 @dataclass(frozen=True)
-class Continued:
-    """Decodes whose token the plan before samples: planned while that one ran."""
-
-    tokens: npt.NDArray[np.int64]  # of the sub-batch
-    rows: npt.NDArray[np.int64]  # of the plan
-    slots: npt.NDArray[np.uint32]
-
-
-@dataclass(frozen=True)
 class SubBatch:
     """The rows that pass the linear layers together. Its channel is its place in the plan."""
 
@@ -105,6 +97,7 @@ class Plan:
     sampled_rows: npt.NDArray[np.intp]  # rows of the plan, in the order of their logits
     sampling: SamplingParams
     wanted: Wanted | None = None
+    riders: tuple[RiderGroup, ...] = ()  # by growing stage; their rows come last
 
     def channel_rows(self, channel: int) -> tuple[Array, Array]:
         """Slots and sequence lengths of a channel's decode_cpu rows (uint32, may be empty)."""
@@ -143,7 +136,7 @@ class PlanReader:
         n_rows = [int(n) for n in header["n_rows"]]
         rows = step.rows[: sum(n_rows)]
         columns = plan_columns(rows, step.tokens)
-        bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
+        bounds = (slice(0, n_rows[0]), slice(n_rows[0], n_rows[0] + n_rows[1]))
         sampled = np.flatnonzero(rows["sample"])
         return Plan(
             plan_id=int(header["plan_id"]),
@@ -156,7 +149,10 @@ class PlanReader:
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows, rows["stage"]),
+            riders=read_riders(
+                rows[bounds[1].stop :], bounds[1].stop, columns, self._limits, self._device
+            ),
         )
 
     def _sub_batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> SubBatch:

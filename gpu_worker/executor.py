@@ -3,7 +3,7 @@
 Per layer and sub-batch: wait for the O that the cpu workers owe from the layer before, linear
 stage, K and V into the caches, Q to the cpu workers, attention on the device. With two sub-batches
 each one's device work hides the other's CPU attention, which needs no barrier: the only waits are
-those for a sub-batch's own O.
+those for a sub-batch's own O. Riders pass their stage with the first sub-batch (``riders.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.offload import Offload
+from gpu_worker.riders import RiderGroup, RideStore, Riding, linear_stage, with_room
 from gpu_worker.sampler import sample
 from gpu_worker.timing import StageTimer, StageTimes
+from gpu_worker.wanted import RIDERS
 from neo_native import RowStatus, SwapKind
+
+
+def _no_rows(device: torch.device) -> SubBatch:
+    """The sub-batch that riders pass with when there is none."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return SubBatch(0, slice(0, 0), none, none, (), (), None, None, none)
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,10 @@ class Continuation:
         self._index: dict[int, int] = {}  # slot -> index of ``_tokens``
 
     def fill(self, plan: Plan) -> list[int]:
-        """Puts the tokens into the sub-batches; returns the rows that have none."""
+        """Puts the tokens into sub-batches and riders; returns the rows that have none."""
         lost: list[int] = []
-        for sub in plan.sub_batches:
+        parts: tuple[SubBatch | RiderGroup, ...] = (*plan.sub_batches, *plan.riders)
+        for sub in parts:
             if (rows := sub.continued) is None:
                 continue
             index = np.array([self._index.get(slot, -1) for slot in rows.slots.tolist()])
@@ -80,8 +89,17 @@ class Executor:
     """The device's side of every iteration."""
 
     def __init__(
-        self, model: LlamaModel, cache: GpuCache, offload: Offload, features: Features
+        self,
+        model: LlamaModel,
+        cache: GpuCache,
+        offload: Offload,
+        features: Features,
+        ride_groups: int = 0,
+        ride_capacity: int = 0,
     ) -> None:
+        """``ride_groups``, ``ride_capacity``: as in the shared geometry; 0: no riders."""
+        hidden = model.config.hidden_size
+        self._rides = RideStore(ride_groups, ride_capacity, hidden, model.device)
         self._model = model
         self._features = features
         self._ops = model.ops
@@ -126,43 +144,59 @@ class Executor:
         timer = StageTimer(muted=self._model.device.type == "cuda")
         lost = self._continuation.fill(plan)
         for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
-            self._features.record(recorded, _of_channel(plan, channel).tokens)
+            self._features.record(recorded, _tokens_of(plan, channel))
         self._offload.begin(plan)
+        riding = Riding(plan.riders, lost, self._rides, self._model, self._offload)
         try:
-            residuals = self._forward(plan, timer)
+            residuals = self._forward(plan, riding, timer)
         finally:
             self._offload.end()
-        tokens, logprobs, reports = self._sample(plan, residuals)
+        tokens, logprobs, reports = self._sample(plan, residuals, riding.sampled())
         timer.lap("head")
         outcome = self._outcome(
             plan, tokens.cpu().numpy(), logprobs.cpu().numpy(), timer.stop(), reports
         )
         for row in lost:
             outcome.void(row)
+        outcome.void(riding.void_rows())
         self._continuation.keep(plan, tokens, outcome.status)
         return outcome
 
-    def _forward(self, plan: Plan, timer: StageTimer) -> list[Tensor]:
+    def _forward(self, plan: Plan, riding: Riding, timer: StageTimer) -> list[Tensor]:
         """The residual rows after the last layer, per sub-batch."""
-        batches = [(sub, self._model.embed(sub.tokens, sub.positions)) for sub in plan.sub_batches]
+        subs = plan.sub_batches or (_no_rows(self._model.device),)
+        batches = [(sub, self._model.embed(sub.tokens, sub.positions)) for sub in subs]
+        batches[0] = subs[0], with_room(batches[0][1], riding.room)
         timer.lap("head")
         for layer in range(self._n_layers):
             for swap in plan.swaps:
                 self._swap(layer, swap)
             timer.lap("swap")
             for sub, x in batches:
-                self._join(sub, x, layer, timer)
-                self._model.linear_stage(x, layer)
-                timer.lap("linear", sub.channel)
-                self._hand_off(sub, x, layer)
-                timer.lap("handoff")
+                self._linear(sub, x, riding if x is batches[0][1] else None, layer, timer)
                 self._attend(sub, x, layer)
                 timer.lap("gpu_attn", sub.channel)
         for sub, x in batches:
-            self._join(sub, x, self._n_layers, timer)
-            self._model.linear_stage(x, self._n_layers)
-            timer.lap("linear", sub.channel)
-        return [x.residual for _, x in batches]
+            self._linear(sub, x, riding if x is batches[0][1] else None, self._n_layers, timer)
+        return [x.residual for _, x in batches][: len(plan.sub_batches)]
+
+    def _linear(
+        self, sub: SubBatch, x: Activations, riding: Riding | None, layer: int, timer: StageTimer
+    ) -> None:
+        """A linear stage with what it needs from the cpu workers and gives to them."""
+        n = rows = len(sub.tokens)
+        self._join(sub, x, layer, timer)
+        if riding is not None:
+            rows = riding.join(x, n, layer, timer)
+            timer.lap("handoff")
+        if rows:
+            linear_stage(self._model, x, rows, layer)
+        timer.lap("linear", sub.channel)
+        if layer < self._n_layers:
+            self._hand_off(sub, x, layer)
+        if riding is not None:
+            riding.leave(x, n, layer)
+        timer.lap("handoff")
 
     def _join(self, sub: SubBatch, x: Activations, layer: int, timer: StageTimer) -> None:
         """Waits for O of the layer before; a void channel's rows go on with zeros, unused."""
@@ -223,15 +257,18 @@ class Executor:
             self._cache.store(layer, swap.index, k, v)
 
     def _sample(
-        self, plan: Plan, residuals: list[Tensor]
+        self, plan: Plan, residuals: list[Tensor], ridden: list[Tensor]
     ) -> tuple[Tensor, Tensor, tuple[Report, ...]]:
-        """Tokens and logprobs of the sampled rows, and the reports that were asked for."""
+        """Tokens and logprobs of the sampled rows, and the reports that were asked for.
+
+        ``ridden``: residual rows of the riders that are sampled.
+        """
         wanted = plan.wanted
         reports = [] if wanted is None else self._prompt_reports(plan, residuals)
         if len(plan.sampled_rows) == 0:
             return torch.empty(0, dtype=torch.int64), torch.empty(0), tuple(reports)
         pairs = zip(plan.sub_batches, residuals, strict=True)
-        logits = self._model.logits(torch.cat([x[sub.sampled] for sub, x in pairs]))
+        logits = self._model.logits(torch.cat([x[sub.sampled] for sub, x in pairs] + ridden))
         if wanted is None:
             return *sample(logits, plan.sampling), ()
         tokens, logprobs = self._features.sample(logits, plan.sampling, wanted)
@@ -277,5 +314,8 @@ class Executor:
         return outcome
 
 
-def _of_channel(plan: Plan, channel: int) -> SubBatch:
-    return next(sub for sub in plan.sub_batches if sub.channel == channel)
+def _tokens_of(plan: Plan, channel: int) -> Tensor:
+    """Of a sub-batch, or of the riders in stage 0."""
+    if channel == RIDERS:
+        return next(group.tokens for group in plan.riders if group.stage == 0)
+    return next(sub.tokens for sub in plan.sub_batches if sub.channel == channel)

@@ -54,10 +54,15 @@ class LlamaModel:
     def embed(self, tokens: Tensor, positions: Tensor) -> Activations:
         """``tokens``, ``positions``: int64 [tokens]."""
         residual = F.embedding(tokens, self.weights.embedding).float()
-        cos, sin = self._rope[positions].unsqueeze(2).unbind(1)
+        cos, sin = self.rope(positions)
         heads = (len(tokens), self.config.num_attention_heads, self.config.head_dim)
         attn = torch.empty(heads, dtype=self.dtype, device=self.device)
         return Activations(residual, cos, sin, q=attn, k=attn, v=attn, attn=attn)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 [tokens, 1, head_dim / 2] each. ``positions``: int64 [tokens]."""
+        cos, sin = self._rope[positions].unsqueeze(2).unbind(1)
+        return cos, sin
 
     def linear_stage(self, x: Activations, layer: int) -> None:
         """Post-projection of ``layer - 1``, then pre-projection of ``layer``, where they exist.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import CpuDecodes, Plan
+from gpu_worker.riders import RiderGroup
 
 if TYPE_CHECKING:
     from neo_native import CpuCache, Exchange
@@ -98,13 +99,14 @@ class Offload:
         return frozenset(self._voided)
 
     def begin(self, plan: Plan) -> None:
-        """Announces the plan's decode_cpu rows, if any, which wakes the pool."""
+        """Announces the plan's decode_cpu rows and riders, if any, which wakes the pool."""
         self._voided.clear()
         self._tasks = 0
         slots, seq_lens = zip(*(plan.channel_rows(channel) for channel in (0, 1)), strict=True)
-        self._active = any(map(len, slots))
+        self._active = any(map(len, slots)) or len(plan.riders) > 0
         if self._active:
-            self._exchange.begin_plan(plan.plan_id, slots, seq_lens)
+            moves = [group.move for group in plan.riders]
+            self._exchange.begin_plan(plan.plan_id, slots, seq_lens, moves)
 
     @contextmanager
     def trial(self, slots: Array, seq_lens: Array) -> Iterator[None]:
@@ -123,8 +125,8 @@ class Offload:
             self._active = False
             self._exchange.end_plan()
 
-    def store_rows(self, layer: int, rows: CpuDecodes, k: Tensor, v: Tensor) -> None:
-        """New K and V of decode_cpu rows, [rows, kv_heads, head_dim], into their pages."""
+    def store_rows(self, layer: int, rows: CpuDecodes | RiderGroup, k: Tensor, v: Tensor) -> None:
+        """New K and V of decodes, [rows, kv_heads, head_dim], into their pages."""
         host_k, host_v = self._download(k, v)
         self._cache.store_rows(layer, rows.slots, rows.positions, host_k, host_v)
 
@@ -156,23 +158,60 @@ class Offload:
         """Until the published job is done. False: the channel is void for the rest of the plan."""
         if channel in self._voided:
             return False
-        deadline = time.monotonic() + self._timeout_s
-        while (left := deadline - time.monotonic()) > 0 and self._keep_waiting():
-            if self._exchange.wait(channel, min(left, WAIT_SLICE_S)):
-                return True
+        if self._wait(lambda seconds: self._exchange.wait(channel, seconds)):
+            return True
         self._exchange.abort(channel)
         self._voided.add(channel)
         return False
 
+    def _wait(
+        self, wait: Callable[[float], bool], given_up: Callable[[], bool] = lambda: False
+    ) -> bool:
+        deadline = time.monotonic() + self._timeout_s
+        while (left := deadline - time.monotonic()) > 0 and self._keep_waiting():
+            if wait(min(left, WAIT_SLICE_S)):
+                return True
+            if given_up():
+                break
+        return False
+
     def collect(self, channel: int, out: Tensor) -> None:
         """O of a finished job into ``out``, contiguous [rows, heads, head_dim]."""
+        self._collect(lambda array: self._exchange.collect(channel, array), out)
+
+    def _collect(self, collect: Callable[[Array], None], out: Tensor) -> None:
         if self._device.type == "cpu":
-            self._exchange.collect(channel, as_numpy(out))
+            collect(as_numpy(out))
             return
         host = self._rows.host(len(out))
-        self._exchange.collect(channel, as_numpy(host))
+        collect(as_numpy(host))
         out.copy_(host, non_blocking=True)
         self._synchronize()
+
+    def ride_publish(self, group: int, q: Tensor) -> None:
+        """Q of the plan's riders of a group, [riders, heads, head_dim]; K and V are stored."""
+        host = self._rows.download(q)
+        self._synchronize()
+        self._exchange.ride_publish(group, host)
+        self._tasks += self._exchange.ride_tasks(group)
+
+    def ride_wait(self, group: int) -> bool:
+        """Until the job is done that the group's last plan published. False: it is given up.
+
+        With it whatever else is published and not done: were one late alone, others would have
+        been done meanwhile.
+        """
+        if self._wait(
+            lambda seconds: self._exchange.ride_wait(group, seconds),
+            lambda: self._exchange.ride_given_up(group),
+        ):
+            return True
+        self._exchange.ride_give_up()
+        return False
+
+    def ride_collect(self, group: int, out: Tensor) -> None:
+        """O of the plan's riders into ``out``, contiguous [riders, heads, head_dim]."""
+        self._collect(lambda array: self._exchange.ride_collect(group, array), out)
 
     def _download(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
         host = self._k.download(k), self._v.download(v)

@@ -40,6 +40,8 @@ class PlanLimits:
     max_positions: int
     vocab_size: int
     rank: int = 0
+    ride_groups: int = 0  # 0: no riders
+    ride_capacity: int = 0  # places of a group
 
     @staticmethod
     def from_geometry(
@@ -47,7 +49,7 @@ class PlanLimits:
     ) -> PlanLimits:
         """``geometry``: 0-d array of ``geometry_dtype``."""
         names = ["max_rows", "max_tokens", "max_swaps", "max_slots", "block_size", "max_blocks"]
-        names += ["page_size", "max_pages", "rank"]
+        names += ["page_size", "max_pages", "rank", "ride_groups", "ride_capacity"]
         return PlanLimits(
             **{name: int(geometry[name]) for name in names},
             num_pages=int(geometry["n_pages"]),
@@ -67,7 +69,10 @@ def check_plan(step: StepSlot, sequences: Sequences, limits: PlanLimits) -> None
     check.at_most("n_tokens", n_tokens, limits.max_tokens)
     check.at_most("n_swaps", n_swaps, limits.max_swaps)
     rows, swaps = step.rows[: sum(n_rows)], step.swaps[:n_swaps]
-    _check_rows(check, rows, n_rows[0], n_tokens, limits)
+    parts = np.split(rows, np.cumsum(n_rows)[:-1])
+    _check_kinds(check, parts[:2])
+    _check_rows(check, rows, n_tokens, limits)
+    _check_riders(check, parts[2], limits)
     tokens = step.tokens[:n_tokens].copy()
     decodes = rows["token_at"][rows["kind"] >= RowKind.DECODE_GPU]
     tokens[decodes[tokens[decodes] == UNKNOWN_TOKEN]] = 0
@@ -79,15 +84,36 @@ def check_plan(step: StepSlot, sequences: Sequences, limits: PlanLimits) -> None
     _check_tables(check, rows, swaps, sequences, limits)
 
 
-def _check_rows(
-    check: _Check, rows: Array, first_batch: int, n_tokens: int, limits: PlanLimits
-) -> None:
-    check.below("slot", rows["slot"], limits.max_slots)
-    check.distinct("slot", rows["slot"])
-    check.below("kind", rows["kind"], len(RowKind))
-    for part in (rows[:first_batch], rows[first_batch:]):
+def _check_kinds(check: _Check, batches: list[Array]) -> None:
+    for part in batches:
+        check.at_most("kind", part["kind"], RowKind.DECODE_CPU)
         if (np.diff(part["kind"].astype(np.int64)) < 0).any():
             check.fail(f"kinds {part['kind'].tolist()} of a sub-batch are not in order")
+
+
+def _check_riders(check: _Check, rows: Array, limits: PlanLimits) -> None:
+    if not len(rows):
+        return
+    if not limits.ride_groups:
+        check.fail(f"{len(rows)} riders; this worker takes none")
+    check.at_least("kind of a rider", rows["kind"], RowKind.RIDE_CPU)
+    check.at_most("kind of a rider", rows["kind"], RowKind.RIDE_CPU)
+    check.below("stage", rows["stage"], limits.ride_groups)
+    check.below("place", rows["place"], limits.ride_groups * limits.ride_capacity)
+    places, stages = rows["place"].astype(np.int64), rows["stage"].astype(np.int64)
+    if (np.diff(places) <= 0).any():
+        check.fail(f"places {places.tolist()} of riders are not in order")
+    groups, first = np.unique(places // limits.ride_capacity, return_index=True)
+    if (stages[first][np.searchsorted(groups, places // limits.ride_capacity)] != stages).any():
+        check.fail(f"riders of one group have stages {stages.tolist()} at places {places.tolist()}")
+    check.distinct("stage of two groups", stages[first])
+    if ((rows["sample"] == 1) != (stages == limits.ride_groups - 1)).any():
+        check.fail(f"sample of riders is {rows['sample'].tolist()} at stages {stages.tolist()}")
+
+
+def _check_rows(check: _Check, rows: Array, n_tokens: int, limits: PlanLimits) -> None:
+    check.below("slot", rows["slot"], limits.max_slots)
+    check.distinct("slot", rows["slot"])
     counts = rows["n_new"].astype(np.int64)
     check.at_least("n_new", counts, 1)
     check.at_most("n_new of a decode", counts[rows["kind"] >= RowKind.DECODE_GPU], 1)

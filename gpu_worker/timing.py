@@ -17,6 +17,7 @@ class StageTimes:
     handoff: float = 0.0
     swap: float = 0.0
     head: float = 0.0
+    ride_wait: float = 0.0  # for the attention of riders
 
 
 class StageTimer:

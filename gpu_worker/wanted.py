@@ -5,7 +5,9 @@ Built on the host, once per plan, without a loop per token; ``None`` where no ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
+RIDERS = 2  # stands for the riders where sub-batches are told by their channels
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """Tokens of one sub-batch that penalties will count."""
+    """Tokens of one sub-batch, or of the riders in stage 0, that penalties will count."""
 
-    at: Ints  # of the sub-batch's tokens
+    at: Ints  # of these tokens
     slots: Ints
     positions: Ints
 
@@ -80,7 +84,7 @@ class PromptPart:
 class Wanted:
     """One plan's."""
 
-    recorded: dict[int, Recorded]  # by channel
+    recorded: dict[int, Recorded]  # by channel; under RIDERS those in stage 0
     biases: Biases | None
     penalties: Penalties | None
     reported: Reported | None
@@ -94,9 +98,13 @@ class Wanted:
 
 
 def wanted_by(
-    sequences: Sequences, rows: PlanColumns, sampled: npt.NDArray[np.intp], first_batch: int
+    sequences: Sequences,
+    rows: PlanColumns,
+    sampled: npt.NDArray[np.intp],
+    n_rows: Sequence[int],
+    stages: Array,
 ) -> Wanted | None:
-    """``first_batch``: how many of the plan's rows are sub-batch 0's."""
+    """``n_rows``: of sub-batch 0, sub-batch 1 and the riders; ``stages``: of every row."""
     features = sequences.params["features"][rows.slots]
     if not features.any():
         return None
@@ -104,24 +112,29 @@ def wanted_by(
     lengths = rows.starts + rows.counts
     chosen = features[sampled]
     return Wanted(
-        recorded=_recorded(rows, features, first_batch),
+        recorded=_recorded(rows, features, n_rows, stages),
         biases=_biases(sequences, rows.slots[sampled], params[sampled], lengths[sampled]),
         penalties=_penalties(rows.slots, params, lengths, sampled, chosen),
         reported=_reported(params, lengths, sampled, chosen),
-        prompts=_prompts(rows, params, first_batch),
+        prompts=_prompts(rows, params, n_rows[0]),
     )
 
 
-def _recorded(rows: PlanColumns, features: Array, first_batch: int) -> dict[int, Recorded]:
+def _recorded(
+    rows: PlanColumns, features: Array, n_rows: Sequence[int], stages: Array
+) -> dict[int, Recorded]:
     counted = np.repeat((features & Feature.PENALTIES) != 0, rows.counts)
-    cut = int(rows.first[first_batch])
+    bounds = np.array([0, *np.cumsum(n_rows)])
     found = {}
-    for channel, (low, high) in enumerate(((0, cut), (cut, len(counted)))):
-        at = np.flatnonzero(counted[low:high])
+    for channel, (low, high) in enumerate(pairwise(rows.first[bounds].tolist())):
+        mine = counted[low:high]
+        if channel == RIDERS:  # a row is one token, and its token is given in stage 0
+            entering = np.flatnonzero(stages[bounds[channel] :] == 0)
+            low, mine = low + int(entering[0]) if len(entering) else low, mine[entering]
+        at = np.flatnonzero(mine)
         if len(at):
-            found[channel] = Recorded(
-                at, rows.token_slots[low:high][at].astype(np.int64), rows.token_positions[low + at]
-            )
+            slots = rows.token_slots[low + at].astype(np.int64)
+            found[channel] = Recorded(at, slots, rows.token_positions[low + at])
     return found
 
 

@@ -30,7 +30,9 @@ POLL_S = 0.2  # how soon an idle worker notices that the server is gone
 BUSY_POLL_S = 50e-6  # between looks at the step ring while a plan runs
 FULL_RING_PAUSE_S = 0.001
 READY = 2  # WorkerState of protos/wire.hpp
-PLAN_MODES = ("gpu_only", "one_batch", "two_batches")  # kinds of plan that the executor runs
+# Kinds of plan by names of neo_server.plan.Mode: what every backend runs, and that of riders.
+PLAN_MODES = ("gpu_only", "one_batch", "two_batches")
+RIDE_MODE = "piggyback"
 
 
 class GpuWorker:
@@ -66,6 +68,11 @@ class GpuWorker:
         # The lock of this rank is held, so whoever the rings still name is dead.
         self._steps = StepConsumer(segments.steps, geometry, takeover=True)
         self._results = ResultProducer(segments.results, geometry, takeover=True)
+
+    @property
+    def plan_modes(self) -> tuple[str, ...]:
+        """Kinds of plan that this worker runs."""
+        return (*PLAN_MODES, RIDE_MODE) if self._backend.takes_riders else PLAN_MODES
 
     def profile(self) -> str:
         """The table of stage times, stored or measured now, as JSON; "" where it is off."""
@@ -162,6 +169,7 @@ def write_header(header: Array, outcome: Outcome, rank: int) -> None:
     header["swap"] = times.swap
     header["head"] = times.head
     header["cpu_tasks"] = outcome.cpu_tasks
+    header["ride_wait"] = times.ride_wait
 
 
 def select_device(config: EngineConfig, rank: int) -> torch.device:

@@ -55,7 +55,7 @@ class Columns:
         self._columns["held"][slot] = held
 
     def rode(self, slots: Ints, ride: Ints) -> None:
-        """Sets how many layers riders have passed."""
+        """Sets how many linear stages riders have passed."""
         self._columns["ride"][slots] = ride
 
     def view(self) -> tuple[Seqs, Ints]:

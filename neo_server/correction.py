@@ -83,11 +83,11 @@ class CorrectedCost:
     def learn(self, load: StepLoad, predicted_s: float, result: StepResult) -> None:
         """``predicted_s``: what this model said when the step was planned."""
         measured = result.elapsed_s
-        if measured <= 0.0 or load.ride.cpu_rows:
+        if measured <= 0.0:
             return
         self._errors.append(abs(predicted_s - measured) / measured)
         layers = self.num_layers
-        stages = [Stages.of(self, batch) for batch in load.batches]
+        stages = load.stages(self)
         times = result.times
         floor = _LEAST_SHARE * measured
         if sum(times.linear) <= 0.0:  # a device that does not time its stages
@@ -96,15 +96,17 @@ class CorrectedCost:
                 if name != "cpu_attn":
                     self._move(name, measured / now if now > 0.0 else 1.0)
             return
-        sampled = sum(batch.sampled for batch in load.batches)
         moved = sum(batch.moved for batch in load.batches)
         self._compare("linear", layers * sum(s.linear for s in stages), sum(times.linear), floor)
         self._learn_attention(load, layers, sum(times.gpu_attn), floor)
         self._compare("handoff", layers * sum(s.handoff for s in stages), times.handoff, floor)
         if not self.overlaps_transfers and times.swap > 0.0:
             self._compare("transfer", layers * self.transfer(moved), times.swap, floor)
-        self._compare("head", self.head(sampled), times.head, 0.0)
-        self._learn_cpu(stages, layers, times, floor)
+        self._compare("head", self.head(load.sampled), times.head, 0.0)
+        if load.ride.cpu_rows:
+            self._learn_riders(load, times, measured, floor)
+        else:
+            self._learn_cpu(stages, layers, times, floor)
 
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
         """One measured time for two kinds of stage: each is corrected by its predicted share."""
@@ -139,6 +141,17 @@ class CorrectedCost:
             room.append((whole, sum(predicted)))
         ratio = min(seconds / needed for seconds, needed in room if needed > 0.0)
         if ratio > 0.0 and (wait > floor or ratio < 1.0):
+            self._move("cpu_attn", ratio)
+
+    def _learn_riders(
+        self, load: StepLoad, times: StageTimes, measured: float, floor: float
+    ) -> None:
+        """Riders' attention has the whole iteration: a wait means that it took all of it."""
+        predicted = self.cpu_attn(load.ride.cpu_rows, load.ride.cpu_tokens)
+        if predicted <= 0.0 or not math.isfinite(predicted):
+            return
+        ratio = measured / predicted
+        if times.ride_wait > floor or ratio < 1.0:
             self._move("cpu_attn", ratio)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:

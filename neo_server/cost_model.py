@@ -81,6 +81,30 @@ class Load:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ride:
+    """The riders of an iteration in sums.
+
+    Each passes one of the layers + 1 linear stages, all but the last of which have attention behind
+    them. That has a whole iteration, so it costs only when the CPU needs longer.
+    """
+
+    riders: float = 0
+    groups: float = 0  # with attention: each has a hand-off of its own
+    cpu_rows: float = 0  # with attention
+    cpu_tokens: float = 0
+    sampled: float = 0
+
+    @staticmethod
+    def spread(riders: float, tokens: float, groups: int, capacity: int) -> Ride:
+        """Riders with ``tokens`` of K and V in full groups, as many at every stage."""
+        used = min(-(-riders // max(capacity, 1)), groups - 1)
+        return Ride(riders, used, riders, tokens, riders / groups)
+
+
+NO_RIDE = Ride()
+
+
 def pairs_of(n_new: float, start: float) -> float:
     """Query-key pairs of a causal chunk."""
     return n_new * (start + (n_new + 1) / 2)
@@ -126,30 +150,32 @@ def layer_time(batches: Sequence[Stages]) -> float:
     return max(gpu, *chains, first.cpu_attn + second.cpu_attn)
 
 
-def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Load | None = None) -> float:
-    """Seconds of one iteration. ``ride``: riders, one layer each, spread over all layers.
-
-    Riders' linear work joins every layer's stage in equal parts; their attention has the whole
-    iteration, so it costs only when the CPU needs longer than that.
-    """
+def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE) -> float:
+    """Seconds of one iteration of one or two sub-batches and riders."""
     layers = cost.num_layers
-    if ride is not None and ride.cpu_rows:
-        share, loads = ride.cpu_rows / layers, list(loads) or [Load()]
-        loads = [replace(loads[0], tokens=loads[0].tokens + share), *loads[1:]]
     seconds = 0.0
+    if ride.riders:
+        loads = joined(loads, ride, layers)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
-    if ride is not None and ride.cpu_rows:
-        seconds += layers * cost.handoff(ride.cpu_rows / layers)
+    if ride.groups:
+        seconds += ride.groups * cost.handoff(ride.cpu_rows / ride.groups)
         seconds = max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens))
     moved = sum(load.moved for load in loads)
     if moved:
         transfer = layers * cost.transfer(moved)
         seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
-    sampled = sum(load.sampled for load in loads)
-    if ride is not None:
-        sampled += ride.cpu_rows / layers
-    return seconds + cost.head(sampled)
+    return seconds + cost.head(sum(load.sampled for load in loads))
+
+
+def joined(loads: Sequence[Load], ride: Ride, layers: int) -> list[Load]:
+    """``loads`` with the riders' linear work in equal parts in every stage of the first."""
+    first, *others = list(loads) or [Load()]
+    share = ride.riders / (layers + 1)
+    return [
+        replace(first, tokens=first.tokens + share, sampled=first.sampled + ride.sampled),
+        *others,
+    ]
 
 
 def load_of(rows: Rows, seqs: Seqs) -> Load:
@@ -185,7 +211,8 @@ def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
         loads = [Load()]
     loads[0].moved += swapped
     riders = Seqs.of(known[i] for i in plan.riders.tolist())
-    ride = Load(cpu_rows=len(riders), cpu_tokens=int(riders.num_tokens.sum()))
+    tokens, groups = int(riders.num_tokens.sum()), max(view.ride_groups, 2)
+    ride = Ride.spread(len(riders), tokens, groups, view.ride_capacity)
     return iteration_time(cost, loads, ride)
 
 
@@ -208,10 +235,12 @@ def knee(cost: CostModel, limit: int, efficiency: float = 0.9) -> int:
 class FreeCost:
     """Everything costs the same little: for policies that ask nothing, and for tests."""
 
-    num_layers = 1
     overlaps_transfers = True
 
-    def __init__(self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9) -> None:
+    def __init__(
+        self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9, num_layers: int = 1
+    ) -> None:
+        self.num_layers = num_layers
         self._handoff_s = handoff_s
         self._cpu_s_per_token = cpu_s_per_token
 

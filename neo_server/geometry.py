@@ -68,4 +68,6 @@ def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) 
         "spin_us": worker.spin_us,
         "lease_us": worker.lease_us,
         "max_logprobs": scheduler.max_logprobs,
+        "ride_groups": model.num_hidden_layers + 1 if scheduler.ride_capacity else 0,
+        "ride_capacity": scheduler.ride_capacity,
     }

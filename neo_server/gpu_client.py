@@ -172,7 +172,7 @@ def write_step(step: Step, slot: StepSlot) -> None:
     header = slot.header
     starts = np.cumsum(step.n_new) - step.n_new
     header["plan_id"] = step.plan_id
-    header["n_rows"] = [*step.n_rows, 0, 0][:2]
+    header["n_rows"] = step.n_rows
     header["n_tokens"] = step.n_new.sum()
     header["n_swaps"] = len(step.swaps)
     header["flags"] = 0
@@ -184,6 +184,8 @@ def write_step(step: Step, slot: StepSlot) -> None:
     table["n_new"] = step.n_new
     table["token_at"] = starts
     table["sample"] = step.sample
+    table["stage"] = step.stage
+    table["place"] = step.place
     swaps = slot.swaps[: len(step.swaps)]
     swaps["slot"] = [swap.slot for swap in step.swaps]
     swaps["kind"] = [swap.kind for swap in step.swaps]
@@ -213,6 +215,7 @@ def read_result(slot: ResultSlot) -> StepResult:
             handoff=float(header["handoff"]),
             swap=float(header["swap"]),
             head=float(header["head"]),
+            ride_wait=float(header["ride_wait"]),
         ),
         logprobs=_logprobs(slot) if header["n_logprobs"] else (),
     )

@@ -23,6 +23,7 @@ from neo_server.host_memory import FreeMemory, Need, auto_size, free_memory
 from neo_server.options import Device, LoadFormat, Options
 from neo_server.plan import Place
 from neo_server.policies import load_policy
+from neo_server.riders import group_capacity
 from neo_server.tls import Tls
 from neo_server.unix_socket import socket_path
 from protos.config import (
@@ -323,7 +324,9 @@ def _scheduler_config(
     if seqs is None:
         seqs = min(_DEFAULT_SEQS, budget)
         reasons["max_num_seqs"] = "default, or max_num_batched_tokens if less"
+    rides = options.enable_piggyback and options.kv_offloading_size != 0.0
     return SchedulerConfig(
+        ride_capacity=group_capacity(model.num_hidden_layers + 1, seqs) if rides else 0,
         scheduling_policy=options.scheduling_policy,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,

@@ -86,6 +86,9 @@ class Options:
     max_logprobs: Annotated[
         int, Option(help="The most alternatives that logprobs can ask for.", min=0, max=1024)
     ] = 20
+    enable_piggyback: Annotated[
+        bool, Option(help="CPU-requests may ride, a stage an iteration, where the worker can.")
+    ] = True
     profile: Annotated[
         bool, Option(help="Measure stage times at start, unless they are stored.")
     ] = True
@@ -96,7 +99,7 @@ class Options:
         str,
         Option(
             help="gpu-only, simple-offload, symmetric, fastdecode-plus, "
-            "neo, mixed, or module:attribute."
+            "neo, mixed, piggyback, or module:attribute."
         ),
     ] = "neo"
     skip_tokenizer_init: Annotated[

@@ -29,7 +29,7 @@ class Place(IntEnum):
     @staticmethod
     def of(kind: int) -> Place:
         """The cache that receives K and V of a row of this kind."""
-        return Place.CPU if kind in (RowKind.PREFILL_CPU, RowKind.DECODE_CPU) else Place.GPU
+        return Place.CPU if kind % 2 else Place.GPU
 
 
 class Mode(StrEnum):
@@ -38,7 +38,7 @@ class Mode(StrEnum):
     GPU_ONLY = "gpu_only"
     ONE_BATCH = "one_batch"  # GPU rows and CPU rows in one pass over the weights ("merged")
     TWO_BATCHES = "two_batches"  # the asymmetric pipeline, arXiv 2411.01142, section 3.1
-    PIGGYBACK = "piggyback"  # CPU rows advance one layer; arXiv 2603.12831
+    PIGGYBACK = "piggyback"  # CPU rows advance by one linear stage; arXiv 2603.12831
 
 
 class SeqView(NamedTuple):
@@ -50,7 +50,7 @@ class SeqView(NamedTuple):
     num_computed: int  # of these, in the cache (or put there by a plan in flight)
     held: int  # blocks (on the GPU) or pages (on the CPU) that it holds
     skipped: int = 0  # iterations in a row in which it, a CPU decode, was left out
-    ride: int = 0  # layers of its next token that are done, when it piggybacks
+    ride: int = 0  # linear stages of its next token that are done, when it piggybacks
 
     @property
     def is_decode(self) -> bool:
@@ -164,6 +164,10 @@ class View:
     mean_prompt: float = 0.0  # tokens, of the sequences that finished lately; 0: none did
     mean_output: float = 0.0
     tpot_slo_s: float | None = None
+    # Riders: a token takes as many plans as there are groups; a group starts with ``ride_capacity``
+    # riders at most, one group a plan. 0: none.
+    ride_groups: int = 0
+    ride_capacity: int = 0
     # Id of the earliest request that waits for its first token and is not late, and the seconds
     # until it is; None: no such request, or no target.
     first_token_due: tuple[int, float] | None = None
@@ -227,7 +231,8 @@ class Plan:
     swap_out: tuple[int, ...] = ()
     swap_in: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
-    riders: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # advance one layer
+    # CPU decodes that advance by one linear stage; among them all that are on their way.
+    riders: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     estimate_s: float | None = None  # how long the cost model says that it takes
 
     @property

@@ -23,6 +23,7 @@ def check_plan(plan: Plan, view: View) -> None:
     place = _places_after(seqs, plan)
     _check_rows(rows, seqs, place, view)
     riders = _riders(plan, view)
+    _check_groups(plan, riders, view)
     _check_budgets(plan, rows, seqs, riders, moves, admitted, view)
 
 
@@ -130,6 +131,22 @@ def _riders(plan: Plan, view: View) -> Seqs:
     if len(riders) != len(plan.riders) or not stays.all():
         raise PlanError(f"riders {plan.riders.tolist()} are not all CPU decodes that stay")
     return riders
+
+
+def _check_groups(plan: Plan, riders: Seqs, view: View) -> None:
+    """All riders on their way move on together, and one group starts."""
+    if not len(riders):
+        return
+    if len(plan.batches) > 1 or any((b.kind == RowKind.DECODE_CPU).any() for b in plan.batches):
+        raise PlanError("riders beside a second sub-batch or CPU decodes; one kind in a plan")
+    starting = int((riders.ride == 0).sum())
+    if starting > view.ride_capacity:
+        raise PlanError(f"{starting} riders start; a group has {view.ride_capacity} places")
+    on_way = view.running.id[view.running.ride > 0]
+    gone = np.array(plan.preempt + plan.swap_in, np.int64)
+    left = np.setdiff1d(on_way, np.concatenate((riders.id, gone)))
+    if len(left):
+        raise PlanError(f"riders {left.tolist()} are left behind on their way")
 
 
 def _check_budgets(

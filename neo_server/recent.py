@@ -34,7 +34,8 @@ class Recent:
         """Takes an iteration."""
         prefill = int(step.n_new[step.kind < RowKind.DECODE_GPU].sum())
         self.prefill_share += _WEIGHT * ((prefill > 0) - self.prefill_share)
-        cpu_decodes = int((step.kind == RowKind.DECODE_CPU).sum())
+        decoded = (step.kind == RowKind.DECODE_CPU) | (step.kind == RowKind.RIDE_CPU)
+        cpu_decodes = int(step.sample[decoded].sum())
         self.cpu_decodes += _WEIGHT * (cpu_decodes - self.cpu_decodes)
         if prefill:
             self.prefill_tokens += _PREFILL_WEIGHT * (prefill - self.prefill_tokens)

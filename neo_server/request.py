@@ -179,7 +179,8 @@ class Sequence:
     num_cpu_decodes: int = 0
     num_preemptions: int = 0
     skipped: int = 0  # iterations in a row that left it, a CPU decode, out
-    ride: int = 0  # layers of its next token that are done
+    ride: int = 0  # linear stages of its next token that are done, plans in flight included
+    ride_place: int = 0  # its place in its group, while ``ride`` > 0
     logprobs: TokenLogprobs | None = None  # of the latest output token, if asked for
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 

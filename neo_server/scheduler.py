@@ -25,6 +25,7 @@ from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
 from neo_server.recent import Awaited, Recent
 from neo_server.request import Sequence, State
+from neo_server.riders import Riders
 from neo_server.step import Step, StepResult, StepSwap
 from neo_server.step_cost import StepLoad, load_of_step
 from protos.config import SchedulerConfig
@@ -46,13 +47,18 @@ class Scheduler:
         cost: CorrectedCost,
         modes: frozenset[Mode] = RUNNABLE,
         clock: Callable[[], float] = time.monotonic,
+        ride_groups: int = 0,
     ) -> None:
-        """``modes``: kinds of plan that the gpu worker can run. ``clock``: seconds."""
+        """``modes``: kinds of plan that the gpu worker can run. ``clock``: seconds.
+
+        ``ride_groups``: the model's layers + 1; of ``config.ride_capacity`` riders each.
+        """
         self.config = config
         self.policy = policy
         self.blocks = blocks
         self.cost = cost
-        self.modes = modes
+        self.riders = Riders(ride_groups, config.ride_capacity)
+        self.modes = modes if self.riders.capacity else modes - {Mode.PIGGYBACK}
         self.metrics = Metrics()
         self.waiting: list[Sequence] = []  # by arrival
         self.num_waiting_tokens = 0
@@ -124,7 +130,7 @@ class Scheduler:
             raise PlanError(f"policy {self.policy.name} lets nothing advance: {view}")
         step = self._carry_out(plan, view, slots)
         self.in_flight += 1
-        load = load_of_step(step, self.running)
+        load = load_of_step(step)
         self._expected[step.plan_id] = load, load.seconds(self.cost)
         return step
 
@@ -148,7 +154,7 @@ class Scheduler:
                 if seq.epoch == epoch:
                     self._roll_back(seq, start)
                 continue
-            self._count_decode(seq, kind)
+            self._count_decode(seq, kind, sample)
             if seq.epoch != epoch:
                 self.metrics.num_wasted_rows += 1
             elif sample:
@@ -172,6 +178,7 @@ class Scheduler:
         self._expected.clear()
         self.blocks = blocks
         self._columns = Columns(blocks.slots.total)
+        self.riders = Riders(self.riders.num_groups, self.riders.capacity)
         blocks.reported(self._plan_id)
 
     def _first_token_due(self) -> tuple[int, float] | None:
@@ -216,6 +223,8 @@ class Scheduler:
             mean_prompt=self._recent.mean_prompt,
             mean_output=self._recent.mean_output,
             tpot_slo_s=self.config.tpot_slo_s,
+            ride_groups=self.riders.num_groups,
+            ride_capacity=self.riders.capacity,
             first_token_due=self._first_token_due(),
         )
         return view, slots
@@ -229,10 +238,7 @@ class Scheduler:
         self._plan_id += 1
         self._preempt(plan.preempt)
         swaps = self._swap(plan)
-        riders = self._ride(plan)
         batches = [batch.in_wire_order() for batch in plan.batches]
-        if len(riders):
-            batches = _with_riders(batches, riders)
         for seq_id in np.concatenate([b.seq for b in batches] or [np.empty(0, np.int64)]).tolist():
             if seq_id not in self.running:
                 self._admit(seq_id, batches)
@@ -242,25 +248,24 @@ class Scheduler:
         return step
 
     def _step(self, plan: Plan, batches: list[Rows], swaps: tuple[StepSwap, ...]) -> Step:
-        empty = [np.empty(0, np.int64)]
-        kind = np.concatenate([b.kind for b in batches] or empty)
-        n_new = np.concatenate([b.n_new for b in batches] or empty)
-        ids = np.concatenate([b.seq for b in batches] or empty).tolist()
-        seqs = tuple([self.running[seq_id] for seq_id in ids])
+        rows = self.riders.rows(batches, plan.riders, self.running)
+        seqs, kind, n_new = rows.seqs, rows.kind, rows.n_new
         slot = np.array([seq.slot for seq in seqs], np.int64)
         self._grow(seqs, slot, kind)
         start, ends = self._columns.progress(slot)
-        sample = start + n_new == ends
-        for seq, count, last in zip(seqs, n_new.tolist(), sample.tolist(), strict=True):
+        rides = kind == RowKind.RIDE_CPU
+        sample = np.where(rides, rows.stage == self.riders.last_stage, start + n_new == ends)
+        stored = np.where(rides & ~sample, 0, n_new)  # a rider's token counts when it has passed
+        for seq, tokens, last in zip(seqs, stored.tolist(), sample.tolist(), strict=True):
             seq.last_plan = self._plan_id
-            seq.num_computed += count
+            seq.num_computed += tokens
             seq.pending += last
-        self._columns.advance(slot, n_new, slot[sample])
+        self._columns.advance(slot, stored, slot[sample])
+        self._columns.rode(slot, np.array([seq.ride for seq in seqs], np.int64))
         epoch = np.array([seq.epoch for seq in seqs], np.int64)
-        n_rows = tuple(len(b) for b in batches)
         return Step(
-            *(self._plan_id, n_rows, seqs, slot, kind, start, n_new, sample.astype(np.int64)),
-            *(epoch, swaps, plan),
+            *(self._plan_id, rows.sizes, seqs, slot, kind, start, n_new),
+            *(sample.astype(np.int64), epoch, rows.stage, rows.place, swaps, plan),
         )
 
     def _grow(self, seqs: tuple[Sequence, ...], slot: Ints, kind: Ints) -> None:
@@ -321,24 +326,6 @@ class Scheduler:
         self.metrics.num_swap_ins += len(plan.swap_in)
         return tuple(swaps)
 
-    def _ride(self, plan: Plan) -> list[Sequence]:
-        """Riders advance one layer; those that have passed all of them get their token."""
-        arrived = []
-        riders = [self.running[seq_id] for seq_id in plan.riders.tolist()]
-        layers = self.cost.num_layers
-        for seq in riders:
-            assert seq.slot is not None
-            if seq.ride == 0:  # room for the token, kept while it passes the layers
-                self.blocks.grow(seq, Place.CPU)
-                self._columns.hold(seq.slot, len(seq.pages))
-            seq.ride = (seq.ride + 1) % layers
-            seq.last_plan = self._plan_id
-            if seq.ride == 0:
-                arrived.append(seq)
-        slots = np.array([seq.slot for seq in riders], np.int64)
-        self._columns.rode(slots, np.array([seq.ride for seq in riders], np.int64))
-        return arrived
-
     def _note_skipped(self, plan: Plan, view: View, slots: Ints, step: Step) -> None:
         """Counts how long each CPU decode has been left out while workers live."""
         if view.cpu_workers == 0:
@@ -347,7 +334,7 @@ class Scheduler:
         if not left_out.any():
             return
         moved = plan.preempt + plan.swap_in
-        rows = np.concatenate((*(b.seq for b in plan.batches), plan.riders))
+        rows = [seq.id for seq in step.seqs]
         left_out &= ~np.isin(view.running.id, rows) & ~np.isin(view.running.id, moved)
         changed = left_out | (view.running.skipped > 0)
         counted = np.where(left_out, view.running.skipped + 1, 0)[changed]
@@ -373,11 +360,11 @@ class Scheduler:
             return Mode.ONE_BATCH
         return plan.mode
 
-    def _count_decode(self, seq: Sequence, kind: int) -> None:
+    def _count_decode(self, seq: Sequence, kind: int, sample: int) -> None:
         if kind == RowKind.DECODE_GPU:
             self.metrics.num_gpu_decodes += 1
             seq.num_gpu_decodes += 1
-        elif kind == RowKind.DECODE_CPU:
+        elif kind == RowKind.DECODE_CPU or (kind == RowKind.RIDE_CPU and sample):
             self.metrics.num_cpu_decodes += 1
             seq.num_cpu_decodes += 1
 
@@ -393,15 +380,3 @@ def _hand_logprobs(step: Step, result: StepResult) -> None:
             seq.prompt_logprobs[position] = logprobs
         else:
             seq.logprobs = logprobs
-
-
-def _with_riders(batches: list[Rows], riders: list[Sequence]) -> list[Rows]:
-    """Riders that arrive are decode_cpu rows of batch-0."""
-    count = len(riders)
-    first = batches[0] if batches else Rows.of(())
-    added = Rows(
-        np.concatenate((first.seq, np.array([seq.id for seq in riders], np.int64))),
-        np.concatenate((first.kind, np.full(count, int(RowKind.DECODE_CPU), np.int64))),
-        np.concatenate((first.n_new, np.ones(count, np.int64))),
-    )
-    return [added.in_wire_order(), *batches[1:]]

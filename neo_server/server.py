@@ -231,6 +231,7 @@ class Server:
             cpu_workers=pool.live_workers,
             cost=cost,
             modes=state.gpu.modes or RUNNABLE,
+            ride_groups=self.resolved.model.num_hidden_layers + 1,
         )
         engine = Engine(
             scheduler,

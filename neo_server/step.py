@@ -24,6 +24,8 @@ class StepRow(NamedTuple):
     n_new: int
     sample: bool
     epoch: int
+    stage: int
+    place: int
 
 
 class StepSwap(NamedTuple):
@@ -36,10 +38,10 @@ class StepSwap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One iteration as it is sent; columns over its rows, sub-batch by sub-batch."""
+    """One iteration as it is sent; columns over its rows, by sub-batch, then the riders."""
 
     plan_id: int
-    n_rows: tuple[int, ...]  # of each sub-batch
+    n_rows: tuple[int, int, int]  # of each sub-batch, and riders
     seqs: tuple[Sequence, ...]
     slot: Ints
     kind: Ints
@@ -47,16 +49,21 @@ class Step:
     n_new: Ints
     sample: Ints
     epoch: Ints
+    stage: Ints  # the linear stage at which a rider joins; 0 for other rows
+    place: Ints  # of a rider: group x capacity + index in the group
     swaps: tuple[StepSwap, ...]
     plan: Plan
 
     @property
     def rows(self) -> tuple[StepRow, ...]:
-        """Rows of all sub-batches in the order in which they are sent and answered."""
-        columns = (self.slot, self.kind, self.start, self.n_new, self.sample, self.epoch)
+        """All rows in the order in which they are sent and answered."""
+        columns = (
+            *(self.slot, self.kind, self.start, self.n_new, self.sample, self.epoch),
+            *(self.stage, self.place),
+        )
         return tuple(
-            StepRow(seq, slot, RowKind(kind), start, n_new, bool(sample), epoch)
-            for seq, slot, kind, start, n_new, sample, epoch in zip(
+            StepRow(seq, slot, RowKind(kind), start, n_new, bool(sample), *rest)
+            for seq, slot, kind, start, n_new, sample, *rest in zip(
                 self.seqs, *(column.tolist() for column in columns), strict=True
             )
         )
@@ -72,6 +79,7 @@ class StageTimes:
     handoff: float = 0.0
     swap: float = 0.0
     head: float = 0.0
+    ride_wait: float = 0.0  # for the attention of riders
 
 
 class RowLogprobs(NamedTuple):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from neo_native import RowKind
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time
-from neo_server.request import Sequence
+from neo_server.cost_model import NO_RIDE, CostModel, Load, Ride, Stages, iteration_time, joined
 from neo_server.step import Step
 
 
@@ -18,15 +16,31 @@ class StepLoad:
     """Sums of each sub-batch, and of the riders."""
 
     batches: tuple[Load, ...]
-    ride: Load
+    ride: Ride = NO_RIDE
 
     def seconds(self, cost: CostModel) -> float:
         """How long ``cost`` says that it takes."""
         return iteration_time(cost, self.batches, self.ride)
 
+    def stages(self, cost: CostModel) -> list[Stages]:
+        """Of each sub-batch; the riders' linear work and hand-off are the first one's."""
+        if not self.ride.riders:
+            return [Stages.of(cost, load) for load in self.batches]
+        layers = cost.num_layers
+        first, *others = [Stages.of(cost, b) for b in joined(self.batches, self.ride, layers)]
+        groups, handoff = self.ride.groups, 0.0
+        if groups:
+            handoff = groups / layers * cost.handoff(self.ride.cpu_rows / groups)
+        return [replace(first, handoff=first.handoff + handoff), *others]
+
+    @property
+    def sampled(self) -> float:
+        """Rows that get a token."""
+        return sum(load.sampled for load in self.batches) + self.ride.sampled
+
     def busy(self, cost: CostModel) -> tuple[float, float]:
         """Seconds that the GPU and the CPU work."""
-        stages = [Stages.of(cost, load) for load in self.batches]
+        stages = self.stages(cost)
         gpu = cost.num_layers * sum(s.linear + s.gpu_attn for s in stages)
         cpu = cost.num_layers * sum(s.cpu_attn for s in stages)
         if self.ride.cpu_rows:
@@ -34,27 +48,28 @@ class StepLoad:
         return gpu, cpu
 
 
-def load_of_step(step: Step, running: Mapping[int, Sequence]) -> StepLoad:
-    """``running``: the scheduler's, right after it made the step."""
-    riders = step.plan.riders.tolist()
-    ride = Load(cpu_rows=len(riders), cpu_tokens=sum(running[i].num_planned for i in riders))
-    loads = []
-    low = 0
-    for count in step.n_rows:
-        loads.append(_load(step, slice(low, low + count), set(riders)))
-        low += count
-    if not loads:
-        loads = [Load()]
+def load_of_step(step: Step) -> StepLoad:
+    """From the rows, as they were planned."""
+    first, second, _ = step.n_rows
+    loads = [_load(step, slice(0, first))]
+    if second:
+        loads.append(_load(step, slice(first, first + second)))
     loads[0].moved += sum(swap.n_tokens for swap in step.swaps)
-    return StepLoad(tuple(loads), ride)
+    return StepLoad(tuple(loads), _ride(step, slice(first + second, None)))
 
 
-def _load(step: Step, part: slice, riders: set[int]) -> Load:
+def _ride(step: Step, part: slice) -> Ride:
+    sample = step.sample[part]
+    attends = sample == 0  # K and V of all before the token, and its own
+    rows = int(attends.sum())
+    tokens = int(step.start[part][attends].sum()) + rows
+    groups = len(np.unique(step.stage[part][attends]))  # no two have the same
+    return Ride(len(sample), groups, rows, tokens, int(sample.sum()))
+
+
+def _load(step: Step, part: slice) -> Load:
     kind, start, n_new = step.kind[part], step.start[part], step.n_new[part]
     sample = step.sample[part]
-    if riders:  # the rows of those that arrive are not decodes of this pass
-        stay = np.array([seq.id not in riders for seq in step.seqs[part]], bool)
-        kind, start, n_new, sample = kind[stay], start[stay], n_new[stay], sample[stay]
     on_gpu, on_cpu = kind == RowKind.DECODE_GPU, kind == RowKind.DECODE_CPU
     prefill = ~(on_gpu | on_cpu)
     pairs = 0.0

@@ -76,6 +76,8 @@ class SchedulerConfig(_Frozen):
     # Alternatives that are told beside a token: room for them is in every result.
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     max_skipped_iterations: Positive = 32  # in a row, for a CPU-request that could decode
+    # Places of each of the num_hidden_layers + 1 groups of riders; 0: no piggybacking
+    ride_capacity: Annotated[int, Field(ge=0, le=4096)] = 0
     tpot_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # of an iteration; None: none
     ttft_slo_s: Annotated[float, Field(gt=0.0)] | None = None  # from arrival to the first token
 

@@ -74,10 +74,12 @@ struct alignas(64) Geometry {
   std::uint32_t max_workers;  // rows of the worker table
   std::uint32_t rank;
   std::uint32_t world_size;
-  std::uint32_t spin_us;       // how long a waiter spins before it sleeps; 0 when cores are scarce
-  std::uint32_t lease_us;      // a claim older than this may be taken over
-  std::uint32_t max_logprobs;  // alternatives that are reported beside a token
-  std::uint32_t reserved[9];
+  std::uint32_t spin_us;        // how long a waiter spins before it sleeps; 0 when cores are scarce
+  std::uint32_t lease_us;       // a claim older than this may be taken over
+  std::uint32_t max_logprobs;   // alternatives that are reported beside a token
+  std::uint32_t ride_groups;    // n_layers + 1, or 0: no riders
+  std::uint32_t ride_capacity;  // places of a group
+  std::uint32_t reserved[7];
 };
 
 // ---- waiting ------------------------------------------------------------------------------------
@@ -152,20 +154,33 @@ enum class RowKind : std::uint32_t {
   prefill_cpu = 1,  // K and V go to the CPU-cache layer by layer; no GPU blocks
   decode_gpu = 2,
   decode_cpu = 3,  // attention by the cpu workers
+  ride_cpu = 5,    // a decode that passes one linear stage in this plan (odd: CPU, as above)
 };
 
 // A ring slot: StepHeader, StepRow[max_rows], Swap[max_swaps], std::int32_t tokens[max_tokens].
 // A decode's token may be -1: the one that its slot's row of the plan before samples. If that row
 // is void, or was not there, so is this one. Rows are ordered by sub-batch, then prefill_gpu,
-// prefill_cpu, decode_gpu, decode_cpu.
+// prefill_cpu, decode_gpu, decode_cpu; then riders, by place.
+//
+// Riders (attention piggybacking, arXiv 2603.12831). A rider is a decode on its way through the
+// model: in each plan that names it, it passes one stage s of 0 to n_layers, which is the
+// post-projection of layer s - 1 and the pre-projection of layer s. Stage 0 begins with the
+// embedding of its token (which may be -1, as above; at other stages the token is not looked at),
+// stage n_layers ends with its logits: `sample` is 1 there and 0 elsewhere. Riders of one stage
+// form a group: ride_groups persistent groups of ride_capacity places, place = group *
+// ride_capacity + index. Between two stages the cpu workers do the group's attention; plans that
+// do not name the group may come between. All riders of a group have one stage, no two groups have
+// the same, and a group's stage is one more than in the last plan that named it, or 0. A rider at a
+// stage > 0 was in that plan in the same place with the same start. Riders may vanish from a group
+// at any time; its places are filled at stage 0 only.
 struct alignas(64) StepHeader {
   std::uint64_t plan_id;    // grows by one
-  std::uint32_t n_rows[2];  // per sub-batch
-  std::uint32_t n_tokens;   // both sub-batches
+  std::uint32_t n_rows[3];  // per sub-batch, and riders
+  std::uint32_t n_tokens;   // of all rows
   std::uint32_t n_swaps;
   std::uint32_t flags;
   std::uint32_t rank;
-  std::uint8_t reserved[32];
+  std::uint8_t reserved[28];
 };
 
 struct StepRow {
@@ -175,6 +190,8 @@ struct StepRow {
   std::uint32_t n_new;     // tokens of this row in this plan (1 for a decode)
   std::uint32_t token_at;  // index of the row's first token in tokens[]
   std::uint32_t sample;    // 1: the last token's logits give the next token
+  std::uint32_t stage;     // of a rider; 0 for others
+  std::uint32_t place;     // of a rider: group * ride_capacity + index; 0 for others
 };
 
 enum class SwapKind : std::uint32_t { out = 0, in = 1 };
@@ -193,7 +210,9 @@ struct Swap {
 enum class RowStatus : std::uint32_t {
   computed = 0,  // no token asked for
   sampled = 1,
-  voided = 2,  // its CPU attention was abandoned; plan it again at the same position
+  // Its CPU attention was abandoned; plan it again at the same position (a rider at stage 0: it
+  // stays void, at whatever stages plans in flight have it, until then).
+  voided = 2,
 };
 
 // A ring slot: ResultHeader, ResultRow[max_rows] (the rows of the step, in its order),
@@ -212,6 +231,8 @@ struct alignas(64) ResultHeader {
   float head;  // embedding, logits, sampling
   std::uint32_t cpu_tasks;
   std::uint32_t n_logprobs;  // entries
+  float ride_wait;           // time spent waiting for the attention of riders
+  std::uint8_t reserved[60];
 };
 
 struct ResultRow {
@@ -244,7 +265,9 @@ struct TokenLogprob {
 //                    std::uint32_t page_table[max_slots][max_pages],
 //                    TokenBias bias[max_slots][kMaxBiases].
 // A table row only gets entries appended while a plan that names its slot is in flight; entries and
-// slots are reused only after the last plan that names them has reported.
+// slots are reused only after the last plan that names them has reported. A cpu worker may still
+// read pages for a rider that no plan names any more: that harms nobody, since it writes only its
+// own output area, nobody collects what it makes, and it checks what a table says before it reads.
 enum class Feature : std::uint32_t {  // bits: what a slot wants beyond drawing a token
   biases = 1,
   penalties = 2,
@@ -289,6 +312,26 @@ struct alignas(64) Channel {
   std::uint8_t reserved[56];
 };
 
+// Jobs of riders are numbered through, over all groups: one job = one group at one stage below
+// n_layers, in the order of publishing, which is the order in which they are needed. `published`
+// says that all jobs up to it are. Not done and <= abort: given up.
+struct alignas(64) RideQueue {
+  std::uint64_t published;  // [atomic] by the gpu_worker
+  std::uint8_t pad[56];
+  std::uint64_t abort;  // [atomic] by the watchdog
+  std::uint8_t reserved[56];
+};
+
+// Job `job` lies in descriptor job % n_ride_descs. Gone from there: it is over for cpu workers.
+struct alignas(64) RideDesc {
+  std::uint64_t job;  // [atomic] 0: unused. Stored last, after rows and counts.
+  std::uint32_t group;
+  std::uint32_t layer;
+  std::uint32_t n_rows;
+  std::uint32_t n_tasks;
+  std::uint8_t reserved[40];
+};
+
 struct alignas(64) WorkDesc {
   std::uint64_t plan_id;
   std::uint64_t first_epoch[2];  // [atomic] 0: unused. Stored last, after rows and counts.
@@ -311,6 +354,7 @@ enum class TaskState : std::uint32_t { free = 0, claimed = 1, finished = 2 };
 
 // A task word, one per task of a channel: [atomic] 64 bits
 //   bits 63..20 epoch | 19..18 TaskState | 17..9 worker row | 8..0 thread
+// A rider job's epoch is its number.
 // Claim: CAS {older epoch, any} or {e, claimed by other, lease over} -> {e, claimed, me}.
 // Finish: CAS {e, claimed, anyone} -> {e, finished, me}: the first whole result wins, its maker's
 // own area holds it; who finds the task finished (or the epoch gone) has lost, harmlessly.
@@ -318,13 +362,20 @@ inline constexpr unsigned kTaskEpochShift = 20;
 inline constexpr unsigned kTaskStateShift = 18;
 inline constexpr unsigned kTaskWorkerShift = 9;
 inline constexpr std::uint32_t kTaskFieldMask = 0x1ff;
+inline constexpr std::uint32_t kRideSplits = 2;  // of each place of a group, on average
 
 // work segment: SegmentHeader, Doorbell work (rung on every publish; cpu workers sleep on it),
 //               Channel[kChannels], WorkDesc[n_plans],
-//               WorkRow[n_plans][kChannels][max_rows], std::uint64_t task[kChannels][max_tasks].
-// exchange segment: SegmentHeader, Q [kChannels][max_rows][n_heads][head_dim] in act_dtype,
-//               then per worker row, channel and task: float O[group][head_dim] (not normalised),
-//               m[group] (running maximum), l[group] (sum of exp).
+//               WorkRow[n_plans][kChannels][max_rows], std::uint64_t task[kChannels][max_tasks],
+//               RideQueue, Doorbell done[ride_groups] (value: number of the group's last job done),
+//               RideDesc[n_ride_descs = (n_plans + 1) * ride_groups],
+//               WorkRow[n_ride_descs][ride_capacity], std::uint64_t task[ride_groups][ride_tasks],
+//               ride_tasks = ride_capacity * n_kv_heads * kRideSplits.
+// exchange segment: SegmentHeader, Q [kChannels][max_rows][n_heads][head_dim] in act_dtype, then
+//               for riders Q [ride_groups][ride_capacity][n_heads][head_dim],
+//               then per worker row, channel and task, and then group and task of riders:
+//               float O[group][head_dim] (not normalised), m[group] (running maximum), l[group]
+//               (sum of exp).
 // cpu_cache segment: SegmentHeader padded to 4096, then
 //               [layer][page][kv_head]{K [page_size][head_dim], V [page_size][head_dim]} in
 //               kv_dtype.
@@ -360,6 +411,11 @@ constexpr std::uint64_t layout_hash() {
                              std::uint64_t{sizeof(Channel)},
                              std::uint64_t{sizeof(WorkDesc)},
                              std::uint64_t{sizeof(WorkRow)},
+                             std::uint64_t{sizeof(RideQueue)},
+                             std::uint64_t{sizeof(RideDesc)},
+                             std::uint64_t{offsetof(Geometry, ride_capacity)},
+                             std::uint64_t{offsetof(StepHeader, n_tokens)},
+                             std::uint64_t{offsetof(RideQueue, abort)},
                              std::uint64_t{offsetof(WorkerRow, draining)},
                              std::uint64_t{offsetof(RingHeader, bell)},
                              std::uint64_t{offsetof(ResultHeader, cpu_tasks)},
@@ -382,9 +438,9 @@ static_assert(shared_struct<ServerRow, 64>());
 static_assert(shared_struct<WorkerRow, 128>());
 static_assert(shared_struct<RingHeader, 256>());
 static_assert(shared_struct<StepHeader, 64>());
-static_assert(shared_struct<StepRow, 24>());
+static_assert(shared_struct<StepRow, 32>());
 static_assert(shared_struct<Swap, 16>());
-static_assert(shared_struct<ResultHeader, 64>());
+static_assert(shared_struct<ResultHeader, 128>());
 static_assert(shared_struct<ResultRow, 16>());
 static_assert(shared_struct<LogprobEntry, 24>());
 static_assert(shared_struct<TokenLogprob, 8>());
@@ -393,6 +449,8 @@ static_assert(shared_struct<TokenBias, 8>());
 static_assert(shared_struct<Channel, 192>());
 static_assert(shared_struct<WorkDesc, 64>());
 static_assert(shared_struct<WorkRow, 16>());
+static_assert(shared_struct<RideQueue, 128>());
+static_assert(shared_struct<RideDesc, 64>());
 static_assert(offsetof(RingHeader, head) == 64 && offsetof(RingHeader, bell) == 192);
 static_assert(offsetof(Channel, done) == 64 && offsetof(Channel, abort) == 128);
 

@@ -144,7 +144,7 @@ class Bench:
         )
         at = 0
         for i, (slot, kind, start, n_new) in enumerate(rows):
-            step.rows[i] = (slot, kind, start, n_new, at, 1)
+            step.rows[i] = (slot, kind, start, n_new, at, 1, 0, 0)
             at += n_new
         step.header["plan_id"] = self.plan_id
         step.header["n_rows"][: len(batches)] = [len(batch) for batch in batches]

@@ -29,10 +29,11 @@ WorkerThread::WorkerThread(Shared& shared, std::uint32_t index)
       geometry_(shared.control.geometry()),
       layout_(geometry_),
       index_(index),
-      runner_(shared.cache, shared.kernel) {
-  for (Progress& progress : progress_) {
-    progress.open.reserve(geometry_.max_tasks);
-    progress.seen.resize(geometry_.max_tasks);
+      runner_(shared.cache, shared.kernel),
+      progress_(layout::n_channels(geometry_)) {
+  for (std::uint32_t c = 0; c < progress_.size(); ++c) {
+    progress_[c].open.reserve(layout::max_tasks(geometry_, c));
+    progress_[c].seen.resize(layout::max_tasks(geometry_, c));
   }
 }
 
@@ -43,6 +44,7 @@ void WorkerThread::run() {
     const std::uint64_t bell = ipc::load_acquire(&shared_.work.bell()->value);
     Outcome best = Outcome::idle;
     for (std::uint32_t c = 0; c < wire::kChannels; ++c) best = std::max(best, serve(c));
+    if (best != Outcome::worked) best = std::max(best, serve_riders());
     if (best == Outcome::worked) {
       idle_since_ns = ipc::now_ns();
     } else {
@@ -69,6 +71,12 @@ void WorkerThread::rest(bool waiting, std::uint64_t bell, std::uint64_t idle_sin
 }
 
 bool WorkerThread::over(const layout::Job& job) const {
+  if (layout::Work::is_ride(job)) {
+    // Also when its descriptor is gone: taken back, or nobody will ask for it.
+    return ipc::load_acquire(&shared_.work.ride_queue()->abort) >= job.epoch ||
+           ipc::reached(shared_.work.ride_done(job.channel - wire::kChannels), job.epoch) ||
+           ipc::load_acquire(&shared_.work.ride_desc(job.desc)->job) != job.epoch;
+  }
   const wire::Channel* channel = shared_.work.channel(job.channel);
   return ipc::load_acquire(&channel->abort) >= job.epoch ||
          ipc::load_acquire(&channel->done.value) >= job.epoch;
@@ -81,24 +89,59 @@ WorkerThread::Outcome WorkerThread::serve(std::uint32_t channel) {
   probe.channel = channel;
   probe.epoch = epoch;
   if (over(probe)) return Outcome::idle;  // also when nothing was ever published: 0 >= 0
-  if (progress_[channel].job.epoch != epoch && !open_job(channel, epoch)) return Outcome::waiting;
+  if (progress_[channel].job.epoch != epoch) {
+    const auto job = shared_.work.find_job(channel, epoch);
+    if (!job) return Outcome::waiting;
+    open_job(*job);
+  }
   return pass(progress_[channel]);
 }
 
-bool WorkerThread::open_job(std::uint32_t channel, std::uint64_t epoch) {
-  const auto job = shared_.work.find_job(channel, epoch);
-  if (!job) return false;
-  Progress& progress = progress_[channel];
-  progress.job = *job;
-  progress.open.resize(job->n_tasks);
+// Jobs of riders, the oldest first: in the order in which they were published they are needed. One
+// whose tasks are all claimed by others is left to them, and the next is looked at.
+WorkerThread::Outcome WorkerThread::serve_riders() {
+  const std::uint32_t n_descs = layout::n_ride_descs(geometry_);
+  if (n_descs == 0) return Outcome::idle;
+  const wire::RideQueue* queue = shared_.work.ride_queue();
+  const std::uint64_t published = ipc::load_acquire(&queue->published);  // pairs with publish
+  oldest_ride_ = std::max(oldest_ride_, ipc::load_acquire(&queue->abort) + 1);
+  if (published >= n_descs) oldest_ride_ = std::max(oldest_ride_, published + 1 - n_descs);
+  Outcome best = Outcome::idle;
+  for (std::uint64_t number = oldest_ride_; number <= published; ++number) {
+    const auto job = shared_.work.find_ride(number);
+    if (!job || over(*job)) {
+      if (number == oldest_ride_) ++oldest_ride_;
+      continue;
+    }
+    if (progress_[job->channel].job.epoch != number) open_job(*job);
+    best = std::max(best, pass(progress_[job->channel]));
+    if (best == Outcome::worked) break;  // whatever is more urgent comes first again
+  }
+  return best;
+}
+
+// A sub-batch waits for its job now; riders have a whole iteration.
+bool WorkerThread::channel_is_due() const {
+  for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
+    layout::Job probe{};
+    probe.channel = c;
+    probe.epoch = ipc::load_acquire(&shared_.work.channel(c)->published.value);
+    if (!over(probe)) return true;
+  }
+  return false;
+}
+
+void WorkerThread::open_job(const layout::Job& job) {
+  Progress& progress = progress_[job.channel];
+  progress.job = job;
+  progress.open.resize(job.n_tasks);
   std::iota(progress.open.begin(), progress.open.end(), 0u);
   // Threads start at different tasks (golden-ratio steps spread any number of them evenly), so
   // that they meet only when little is left.
   const double ratio = 0.6180339887498949 * (shared_.row * 7 + index_);
-  const auto start = static_cast<std::size_t>((ratio - std::floor(ratio)) * job->n_tasks);
+  const auto start = static_cast<std::size_t>((ratio - std::floor(ratio)) * job.n_tasks);
   std::rotate(progress.open.begin(), progress.open.begin() + static_cast<std::ptrdiff_t>(start),
               progress.open.end());
-  return true;
 }
 
 // Looks once at every task not known to be finished and does those that it can claim. When none is
@@ -121,6 +164,10 @@ WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
     }
     worked = worked || claim != Claim::refused;
     progress.open[kept++] = task;  // a later pass finds it finished, by whomever
+    if (claim == Claim::taken && layout::Work::is_ride(job) && channel_is_due()) {
+      ++at;
+      break;
+    }
   }
   // After a break the rest is unseen and stays open.
   kept = static_cast<std::size_t>(
@@ -129,10 +176,15 @@ WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
       progress.open.begin());
   progress.open.resize(kept);
   if (kept == 0) {
-    ipc::ring(&shared_.work.channel(job.channel)->done, job.epoch);
+    ipc::ring(done(job), job.epoch);
     return Outcome::worked;
   }
   return worked ? Outcome::worked : Outcome::waiting;
+}
+
+wire::Doorbell* WorkerThread::done(const layout::Job& job) const {
+  return layout::Work::is_ride(job) ? shared_.work.ride_done(job.channel - wire::kChannels)
+                                    : &shared_.work.channel(job.channel)->done;
 }
 
 bool WorkerThread::lease_over(Seen& seen, std::uint64_t word) const {
@@ -185,7 +237,7 @@ void WorkerThread::work_on(const layout::Job& job, std::uint32_t task, std::uint
 // Nothing for an index past the end or when the descriptor was stale.
 std::optional<WorkerThread::Place> WorkerThread::find(const layout::Job& job,
                                                       std::uint32_t task) const {
-  const wire::WorkRow* rows = shared_.work.rows(job.plan, job.channel);
+  const wire::WorkRow* rows = shared_.work.rows_of(job);
   std::uint32_t low = 0, high = job.n_rows;  // the last row whose first task is not after `task`
   while (high - low > 1) {
     const std::uint32_t middle = low + (high - low) / 2;

@@ -62,11 +62,11 @@ class WorkerThread {
     std::uint64_t word = 0;
     std::uint64_t since_ns = 0;
   };
-  // This thread's progress through a channel's current job.
+  // This thread's progress through a channel's current job (a group of riders is a channel).
   struct Progress {
     layout::Job job{};
     std::vector<std::uint32_t> open;  // tasks not seen finished
-    std::vector<Seen> seen;           // [max_tasks]
+    std::vector<Seen> seen;           // [tasks of the channel]
   };
   // What a task index stands for, and whose query it needs.
   struct Place {
@@ -77,7 +77,9 @@ class WorkerThread {
   enum class Claim { refused, contended, taken };
 
   Outcome serve(std::uint32_t channel);
-  bool open_job(std::uint32_t channel, std::uint64_t epoch);
+  Outcome serve_riders();
+  bool channel_is_due() const;
+  void open_job(const layout::Job& job);
   Outcome pass(Progress& progress);
   Claim try_claim(Progress& progress, std::uint32_t task, std::uint64_t word);
   bool lease_over(Seen& seen, std::uint64_t word) const;
@@ -86,6 +88,7 @@ class WorkerThread {
   std::optional<Place> find(const layout::Job& job, std::uint32_t task) const;
   void finish(const layout::Job& job, std::uint32_t task);
   bool over(const layout::Job& job) const;
+  wire::Doorbell* done(const layout::Job& job) const;
   std::uint64_t my_word(std::uint64_t epoch, wire::TaskState state) const;
   void rest(bool waiting, std::uint64_t bell, std::uint64_t idle_since_ns);
 
@@ -94,7 +97,8 @@ class WorkerThread {
   const layout::ExchangeLayout layout_;
   const std::uint32_t index_;
   TaskRunner runner_;
-  Progress progress_[wire::kChannels];
+  std::vector<Progress> progress_;  // [n_channels]
+  std::uint64_t oldest_ride_ = 1;   // rider jobs before it are over
   Counters counters_;
 };
 

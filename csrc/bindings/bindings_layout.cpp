@@ -15,12 +15,12 @@ void register_dtypes(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(wire::Geometry, n_layers, n_heads, n_kv_heads, head_dim, act_dtype, kv_dtype,
                        block_size, page_size, n_pages, max_slots, max_rows, max_tokens, max_blocks,
                        max_pages, max_tasks, max_swaps, n_plans, max_workers, rank, world_size,
-                       spin_us, lease_us, max_logprobs);
+                       spin_us, lease_us, max_logprobs, ride_groups, ride_capacity);
   PYBIND11_NUMPY_DTYPE(wire::StepHeader, plan_id, n_rows, n_tokens, n_swaps, flags, rank);
-  PYBIND11_NUMPY_DTYPE(wire::StepRow, slot, kind, start, n_new, token_at, sample);
+  PYBIND11_NUMPY_DTYPE(wire::StepRow, slot, kind, start, n_new, token_at, sample, stage, place);
   PYBIND11_NUMPY_DTYPE(wire::Swap, slot, kind, n_tokens);
   PYBIND11_NUMPY_DTYPE(wire::ResultHeader, plan_id, n_rows, rank, elapsed, linear, gpu_attn,
-                       cpu_wait, handoff, swap, head, cpu_tasks, n_logprobs);
+                       cpu_wait, handoff, swap, head, cpu_tasks, n_logprobs, ride_wait);
   PYBIND11_NUMPY_DTYPE(wire::ResultRow, slot, status, token, logprob);
   PYBIND11_NUMPY_DTYPE(wire::LogprobEntry, row, position, token, logprob, rank, n_top);
   PYBIND11_NUMPY_DTYPE(wire::TokenLogprob, token, logprob);
@@ -70,6 +70,7 @@ void bind_row_enums(py::module_& module) {
       .value("PREFILL_CPU", wire::RowKind::prefill_cpu)
       .value("DECODE_GPU", wire::RowKind::decode_gpu)
       .value("DECODE_CPU", wire::RowKind::decode_cpu)
+      .value("RIDE_CPU", wire::RowKind::ride_cpu)
       .finalize();
   py::native_enum<wire::RowStatus>(module, "RowStatus", "enum.IntEnum")
       .value("COMPUTED", wire::RowStatus::computed)
@@ -142,6 +143,14 @@ py::dict device_layout(const py::array& geometry) {
   at["tiles"] = cache.tile(g, 0, 0, 0);
   at["tile_bytes"] = cache.tile_bytes;
   at["scales"] = cache.scales_at(g);
+  at["ride_published"] = work.ride_queue + offsetof(wire::RideQueue, published);
+  at["ride_abort"] = work.ride_queue + offsetof(wire::RideQueue, abort);
+  at["ride_done"] = work.ride_done;
+  at["ride_done_bytes"] = sizeof(wire::Doorbell);
+  at["ride_tasks"] = layout::ride_tasks(g);  // task words of a group
+  at["ride_words"] = work.tasks + layout::first_task(g, layout::ride_channel(0)) * 8;
+  at["ride_q"] = exchange.q_row(g, layout::ride_channel(0), 0);
+  at["ride_areas"] = exchange.area(g, 0, layout::ride_channel(0), 0);
   at["task_epoch_shift"] = wire::kTaskEpochShift;
   at["task_worker_shift"] = wire::kTaskWorkerShift;
   at["task_field_mask"] = wire::kTaskFieldMask;

@@ -41,12 +41,20 @@ void validate_model(const wire::Geometry& g) {
   }
 }
 
+void validate_riders(const wire::Geometry& g) {
+  if (g.ride_groups != 0)
+    require_range("ride_groups", g.ride_groups, g.n_layers + 1, g.n_layers + 1);
+  require_range("ride_capacity", g.ride_capacity, g.ride_groups != 0 ? 1 : 0,
+                g.ride_groups != 0 ? 1u << 12 : 0);
+}
+
 }  // namespace
 
 void validate_geometry(const wire::Geometry& g) {
   constexpr std::uint32_t kMany = 1u << 24;       // keeps every product below within 64 bits
   constexpr std::uint32_t kMostPages = 1u << 28;  // and the CPU-cache's, see below
   validate_model(g);
+  validate_riders(g);
   require_range("block_size", g.block_size, 1, 4096);
   require_range("page_size", g.page_size, 8, kMaxPageSize);
   require_range("n_pages", g.n_pages, 0, kMostPages);

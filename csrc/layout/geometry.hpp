@@ -30,4 +30,34 @@ inline std::uint32_t element_size(std::uint32_t dtype) {
 
 inline std::uint32_t group_size(const wire::Geometry& g) { return g.n_heads / g.n_kv_heads; }
 
+// Channels of attention work: those of the sub-batches, then one for each group of riders.
+inline std::uint32_t n_channels(const wire::Geometry& g) { return wire::kChannels + g.ride_groups; }
+
+inline std::uint32_t ride_channel(std::uint32_t group) { return wire::kChannels + group; }
+
+inline std::uint32_t ride_tasks(const wire::Geometry& g) {
+  return g.ride_capacity * g.n_kv_heads * wire::kRideSplits;
+}
+
+inline std::uint32_t max_tasks(const wire::Geometry& g, std::uint32_t channel) {
+  return channel < wire::kChannels ? g.max_tasks : ride_tasks(g);
+}
+
+inline std::uint32_t n_ride_descs(const wire::Geometry& g) {
+  return (g.n_plans + 1) * g.ride_groups;
+}
+
+// Index of a channel's first task among those of all channels, and of its first row of Q.
+inline std::uint64_t first_task(const wire::Geometry& g, std::uint32_t channel) {
+  if (channel < wire::kChannels) return std::uint64_t{channel} * g.max_tasks;
+  return std::uint64_t{wire::kChannels} * g.max_tasks +
+         std::uint64_t{channel - wire::kChannels} * ride_tasks(g);
+}
+
+inline std::uint64_t first_row(const wire::Geometry& g, std::uint32_t channel) {
+  if (channel < wire::kChannels) return std::uint64_t{channel} * g.max_rows;
+  return std::uint64_t{wire::kChannels} * g.max_rows +
+         std::uint64_t{channel - wire::kChannels} * g.ride_capacity;
+}
+
 }  // namespace neo::layout

@@ -49,18 +49,22 @@ WorkLayout::WorkLayout(const Geometry& g) {
   descs = channels + wire::kChannels * sizeof(wire::Channel);
   rows = descs + std::uint64_t{g.n_plans} * sizeof(wire::WorkDesc);
   const std::uint64_t n_rows = std::uint64_t{g.n_plans} * wire::kChannels * g.max_rows;
-  tasks = round_up(rows + n_rows * sizeof(wire::WorkRow), kLine);
-  size =
-      round_up(tasks + std::uint64_t{wire::kChannels} * g.max_tasks * sizeof(std::uint64_t), kLine);
+  ride_queue = round_up(rows + n_rows * sizeof(wire::WorkRow), kLine);
+  ride_done = ride_queue + sizeof(wire::RideQueue);
+  ride_descs = ride_done + std::uint64_t{g.ride_groups} * sizeof(wire::Doorbell);
+  ride_rows = ride_descs + std::uint64_t{n_ride_descs(g)} * sizeof(wire::RideDesc);
+  const std::uint64_t riders = std::uint64_t{n_ride_descs(g)} * g.ride_capacity;
+  tasks = round_up(ride_rows + riders * sizeof(wire::WorkRow), kLine);
+  size = round_up(tasks + first_task(g, n_channels(g)) * sizeof(std::uint64_t), kLine);
 }
 
 ExchangeLayout::ExchangeLayout(const Geometry& g) {
   q = sizeof(wire::SegmentHeader);
   q_row_bytes = std::uint64_t{g.n_heads} * g.head_dim * element_size(g.act_dtype);
   // Each worker's areas start on a page, so that populating one touches no other's.
-  areas = round_up(q + wire::kChannels * g.max_rows * q_row_bytes, 4096);
+  areas = round_up(q + first_row(g, n_channels(g)) * q_row_bytes, 4096);
   area_bytes = round_up((g.head_dim + 2ULL) * group_size(g) * sizeof(float), kLine);
-  worker_area_bytes = round_up(wire::kChannels * g.max_tasks * area_bytes, 4096);
+  worker_area_bytes = round_up(first_task(g, n_channels(g)) * area_bytes, 4096);
   size = areas + g.max_workers * worker_area_bytes;
 }
 

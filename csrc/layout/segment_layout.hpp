@@ -44,6 +44,7 @@ struct SequencesLayout {
 
 struct WorkLayout {
   std::uint64_t bell, channels, descs, rows, tasks, size;
+  std::uint64_t ride_queue, ride_done, ride_descs, ride_rows;
   explicit WorkLayout(const wire::Geometry& g);
 };
 
@@ -55,12 +56,11 @@ struct ExchangeLayout {
   explicit ExchangeLayout(const wire::Geometry& g);
 
   std::uint64_t q_row(const wire::Geometry& g, std::uint32_t channel, std::uint32_t row) const {
-    return q + (std::uint64_t{channel} * g.max_rows + row) * q_row_bytes;
+    return q + (first_row(g, channel) + row) * q_row_bytes;
   }
   std::uint64_t area(const wire::Geometry& g, std::uint32_t worker, std::uint32_t channel,
                      std::uint32_t task) const {
-    return areas + worker * worker_area_bytes +
-           (std::uint64_t{channel} * g.max_tasks + task) * area_bytes;
+    return areas + worker * worker_area_bytes + (first_task(g, channel) + task) * area_bytes;
   }
 };
 

@@ -21,14 +21,15 @@ std::uint64_t cut(const wire::Geometry& g, const std::uint32_t* seq_lens, std::s
 }  // namespace
 
 std::vector<std::uint32_t> choose_splits(const wire::Geometry& g, const std::uint32_t* seq_lens,
-                                         std::size_t n_rows, std::uint32_t pool_threads) {
+                                         std::size_t n_rows, std::uint64_t wanted,
+                                         std::uint32_t max_tasks) {
   std::vector<std::uint32_t> splits(n_rows, 1);
   std::uint64_t tokens = 0;
   for (std::size_t i = 0; i < n_rows; ++i) tokens += seq_lens[i];
-  const std::uint64_t wanted = std::uint64_t{kTasksPerThread} * std::max(pool_threads, 1u);
+  wanted = std::max<std::uint64_t>(wanted, 1);
   std::uint64_t piece = std::max<std::uint64_t>(kMinSplitTokens, tokens * g.n_kv_heads / wanted);
   // Ends: pieces longer than every sequence make one split a row.
-  while (cut(g, seq_lens, n_rows, piece, splits) > g.max_tasks) piece *= 2;
+  while (cut(g, seq_lens, n_rows, piece, splits) > max_tasks) piece *= 2;
   return splits;
 }
 

@@ -32,11 +32,11 @@ constexpr TokenRange split_range(std::uint32_t seq_len, std::uint32_t page_size,
           static_cast<std::uint32_t>(end < seq_len ? end : seq_len)};
 }
 
-// Splits of each row, so that all rows together make some kTasksPerThread tasks a thread where
-// their lengths allow, and never more than max_tasks. Long rows are cut first: a row is cut into
-// pieces of an even share of all tokens. Requires rows x n_kv_heads <= max_tasks.
+// Splits of each row, so that all rows together make some `wanted` tasks where their lengths allow,
+// and never more than max_tasks. Long rows are cut first: a row is cut into pieces of an even share
+// of all tokens. Requires rows x n_kv_heads <= max_tasks.
 std::vector<std::uint32_t> choose_splits(const wire::Geometry& geometry,
                                          const std::uint32_t* seq_lens, std::size_t n_rows,
-                                         std::uint32_t pool_threads);
+                                         std::uint64_t wanted, std::uint32_t max_tasks);
 
 }  // namespace neo::layout

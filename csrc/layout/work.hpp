@@ -12,11 +12,12 @@
 
 namespace neo::layout {
 
-// What a cpu worker knows of one job: one channel at one layer.
+// What a cpu worker knows of one job: one channel at one layer. Groups of riders have channels of
+// their own, after those of the sub-batches.
 struct Job {
   std::uint64_t epoch;
   std::uint32_t channel;
-  std::uint32_t plan;  // descriptor slot
+  std::uint32_t desc;  // descriptor slot
   std::uint32_t layer;
   std::uint32_t n_rows;
   std::uint32_t n_tasks;
@@ -39,7 +40,44 @@ class Work {
            (std::uint64_t{plan} * wire::kChannels + c) * geometry_.max_rows;
   }
   std::uint64_t* task(std::uint32_t c, std::uint32_t index) const {
-    return at<std::uint64_t>(layout_.tasks) + std::uint64_t{c} * geometry_.max_tasks + index;
+    return at<std::uint64_t>(layout_.tasks) + first_task(geometry_, c) + index;
+  }
+
+  wire::RideQueue* ride_queue() const { return at<wire::RideQueue>(layout_.ride_queue); }
+  wire::Doorbell* ride_done(std::uint32_t group) const {
+    return at<wire::Doorbell>(layout_.ride_done) + group;
+  }
+  wire::RideDesc* ride_desc(std::uint32_t slot) const {
+    return at<wire::RideDesc>(layout_.ride_descs) + slot;
+  }
+  wire::WorkRow* ride_rows(std::uint32_t slot) const {
+    return at<wire::WorkRow>(layout_.ride_rows) + std::uint64_t{slot} * geometry_.ride_capacity;
+  }
+  // Rows of either kind of job.
+  const wire::WorkRow* rows_of(const Job& job) const {
+    return is_ride(job) ? ride_rows(job.desc) : rows(job.desc, job.channel);
+  }
+  static bool is_ride(const Job& job) { return job.channel >= wire::kChannels; }
+
+  // The rider job of this number, if it is still there and whole; as find_job.
+  std::optional<Job> find_ride(std::uint64_t number) const {
+    const auto slot = static_cast<std::uint32_t>(number % n_ride_descs(geometry_));
+    const wire::RideDesc* d = ride_desc(slot);
+    if (ipc::load_acquire(&d->job) != number) return std::nullopt;
+    const std::uint32_t group = ipc::load_relaxed(&d->group);
+    const Job job{number,
+                  ride_channel(group),
+                  slot,
+                  ipc::load_relaxed(&d->layer),
+                  ipc::load_relaxed(&d->n_rows),
+                  ipc::load_relaxed(&d->n_tasks)};
+    ipc::acquire_fence();
+    if (ipc::load_relaxed(&d->job) != number) return std::nullopt;
+    if (group >= geometry_.ride_groups || job.layer >= geometry_.n_layers) return std::nullopt;
+    if (job.n_rows > geometry_.ride_capacity || job.n_tasks > ride_tasks(geometry_)) {
+      return std::nullopt;
+    }
+    return job;
   }
 
   // The descriptor of the job published as `epoch`, if it is still there and whole. The writer

@@ -1,5 +1,6 @@
 """Typed stub of the extension. Every call that computes or waits releases the GIL."""
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -41,6 +42,7 @@ class RowKind(IntEnum):
     PREFILL_CPU = 1
     DECODE_GPU = 2
     DECODE_CPU = 3
+    RIDE_CPU = 5
 
 class RowStatus(IntEnum):
     COMPUTED = 0
@@ -230,12 +232,18 @@ class Exchange:
         self, control: Control, work: Segment, exchange: Segment, geometry: Array
     ) -> None: ...
     def begin_plan(
-        self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
+        self,
+        plan_id: int,
+        slots: tuple[Array, Array],
+        seq_lens: tuple[Array, Array],
+        moves: Sequence[tuple[int, int, Array, Array, Array]] = ...,
     ) -> None:
-        """Writes the work descriptor and marks the pool active.
+        """Writes the work descriptors and marks the pool active.
 
-        Per sub-batch uint32 arrays of its decode_cpu rows (may be empty). Chooses splits by the
-        worker table's threads. Raises IndexError or ValueError for rows that do not fit.
+        Per sub-batch uint32 arrays of its decode_cpu rows (may be empty). `moves`, by stage: group,
+        stage, and uint32 [riders] each indices in the group, slots and lengths. Chooses splits by
+        the worker table's threads. Raises IndexError or ValueError for what does not fit, and for
+        moves that do not follow from the plans before.
         """
     def publish(self, channel: int, layer: int, q: Array) -> None:
         """q: [n, n_heads, head_dim] in act_dtype, already stored K/V. Rings."""
@@ -250,7 +258,11 @@ class Exchange:
         """Merges the splits by log-sum-exp into out: [n, n_heads, head_dim] in act_dtype."""
     def end_plan(self) -> None: ...  # aborts what is not done
     def announce(
-        self, plan_id: int, slots: tuple[Array, Array], seq_lens: tuple[Array, Array]
+        self,
+        plan_id: int,
+        slots: tuple[Array, Array],
+        seq_lens: tuple[Array, Array],
+        moves: Sequence[tuple[int, int, Array, Array, Array]] = ...,
     ) -> tuple[tuple[int, int, Array], ...]:
         """As begin_plan, for a plan whose publishes and waits a device does.
 
@@ -262,6 +274,22 @@ class Exchange:
         """Gives up the channel's jobs up to this epoch."""
     def done_epoch(self, channel: int) -> int: ...  # of the channel's last finished job
     def retire(self, plan_id: int) -> None: ...  # the device is through with the plan
+    def announced_moves(self) -> list[tuple[int, int, int, Array]]:
+        """Of the plan begun or announced last, move by move.
+
+        The number of the job that it takes back, of the one that it publishes (0: none), the tasks
+        of the latter, and of the former uint32 [riders, 2] first task and splits of each rider.
+        """
+    def ride_publish(self, group: int, q: Array) -> None:
+        """As publish, for riders of the plan: q [riders, n_heads, head_dim]. By growing stage."""
+    def ride_wait(self, group: int, timeout_s: float) -> bool:
+        """As wait, for the job that the group's last plan published."""
+    def ride_collect(self, group: int, out: Array) -> None: ...  # as collect; of the plan's riders
+    def ride_give_up(self) -> None: ...  # every published job of riders that is not done
+    def ride_given_up(self, group: int) -> bool: ...  # the job that ride_wait would wait for
+    def ride_abort_through(self, job: int) -> None: ...  # those up to this number
+    def ride_progress(self) -> int: ...  # grows whenever a job of riders is done
+    def ride_tasks(self, group: int) -> int: ...  # of the job that the plan's move publishes
     def n_tasks(self, channel: int) -> int: ...  # of the plan's jobs on this channel
     def live_workers(self) -> int: ...  # rows whose state is ready
 

@@ -7,10 +7,7 @@
 
 #include "ipc/doorbell.hpp"
 #include "ipc/errors.hpp"
-#include "layout/elements.hpp"
 #include "layout/splits.hpp"
-#include "layout/task_word.hpp"
-#include "offload/merge.hpp"
 
 namespace neo::offload {
 
@@ -21,7 +18,8 @@ Exchange::Exchange(std::shared_ptr<layout::Control> control, std::shared_ptr<ipc
       geometry_(geometry),
       work_(std::move(work), geometry),
       layout_(geometry),
-      merged_(std::size_t{layout::group_size(geometry)} * geometry.head_dim) {
+      collector_(work_, exchange_, geometry),
+      rides_(control_, work_, exchange_, geometry) {
   layout::check_segment(*exchange_, wire::SegmentKind::exchange, geometry);
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
     wire::Channel* channel = work_.channel(c);
@@ -58,26 +56,12 @@ Exchange::ChannelState& Exchange::state(std::uint32_t channel) {
 
 std::size_t Exchange::n_rows(std::uint32_t channel) const { return state(channel).rows.size(); }
 
-void Exchange::check_rows(const DecodeRows& rows) const {
-  const std::uint64_t capacity = std::uint64_t{geometry_.max_pages} * geometry_.page_size;
-  for (std::size_t i = 0; i < rows.n; ++i) {
-    if (rows.slots[i] >= geometry_.max_slots) {
-      throw std::out_of_range("slot is " + std::to_string(rows.slots[i]) +
-                              "; it must be below max_slots, " +
-                              std::to_string(geometry_.max_slots));
-    }
-    if (rows.seq_lens[i] == 0 || rows.seq_lens[i] > capacity) {
-      throw std::out_of_range("seq_len is " + std::to_string(rows.seq_lens[i]) +
-                              "; it must be from 1 to max_pages * page_size, " +
-                              std::to_string(capacity));
-    }
-  }
-}
-
 void Exchange::prepare_channel(std::uint32_t channel, const DecodeRows& rows) {
   ChannelState& s = channels_[channel];
-  const auto splits =
-      layout::choose_splits(geometry_, rows.seq_lens, rows.n, control_->ready_threads());
+  const std::uint64_t wanted = std::uint64_t{layout::kTasksPerThread} * control_->ready_threads();
+  const auto splits = layout::choose_splits(
+      geometry_, rows.seq_lens, rows.n, std::max<std::uint64_t>(wanted, layout::kTasksPerThread),
+      geometry_.max_tasks);
   s.rows.clear();
   s.n_tasks = 0;
   s.epoch = 0;
@@ -119,22 +103,27 @@ void Exchange::write_desc(std::uint64_t plan_id) {
 }
 
 // True: the plan has rows.
-bool Exchange::prepare(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows) {
+bool Exchange::prepare(std::uint64_t plan_id, const ChannelRows& rows,
+                       const std::vector<Move>& moves) {
   if (in_plan_) throw NativeError("a plan begins before end_plan of the plan in flight");
-  if (rows[0].n + rows[1].n > geometry_.max_rows) {
-    throw std::invalid_argument("the plan has " + std::to_string(rows[0].n + rows[1].n) +
-                                " rows; max_rows is " + std::to_string(geometry_.max_rows));
+  std::size_t n = rows[0].n + rows[1].n;
+  for (const Move& move : moves) n += move.rows.n;
+  if (n > geometry_.max_rows) {
+    throw std::invalid_argument("the plan has " + std::to_string(n) + " rows; max_rows is " +
+                                std::to_string(geometry_.max_rows));
   }
-  for (const DecodeRows& r : rows) check_rows(r);
+  for (const DecodeRows& r : rows) check_rows(geometry_, r);
+  rides_.check(moves);
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) prepare_channel(c, rows[c]);
   plan_ = static_cast<std::uint32_t>(plan_id % geometry_.n_plans);
   write_desc(plan_id);
-  return rows[0].n + rows[1].n != 0;
+  moves_ = rides_.begin(plan_, moves);
+  return n != 0;
 }
 
-void Exchange::begin_plan(std::uint64_t plan_id,
-                          const std::array<DecodeRows, wire::kChannels>& rows) {
-  const bool has_rows = prepare(plan_id, rows);
+void Exchange::begin_plan(std::uint64_t plan_id, const ChannelRows& rows,
+                          const std::vector<Move>& moves) {
+  const bool has_rows = prepare(plan_id, rows, moves);
   in_plan_ = true;
   if (!has_rows) return;
   ipc::add(&control_->server()->active, 1u);
@@ -181,44 +170,20 @@ bool Exchange::aborted(std::uint32_t channel) const {
   return s.epoch != 0 && ipc::load_acquire(&work_.channel(channel)->abort) >= s.epoch;
 }
 
-void Exchange::collect_head(std::uint32_t channel, const wire::WorkRow& row, std::uint32_t kv_head,
-                            std::byte* out) {
-  const std::uint32_t group = layout::group_size(geometry_);
-  std::vector<Partial> partials;
-  for (std::uint32_t split = 0; split < row.n_splits; ++split) {
-    const std::uint32_t task = row.first_task + kv_head * row.n_splits + split;
-    const auto word = layout::unpack(ipc::load_acquire(work_.task(channel, task)));
-    if (word.epoch != channels_[channel].epoch || word.state != wire::TaskState::finished ||
-        word.worker >= geometry_.max_workers) {
-      throw NativeError("task " + std::to_string(task) + " of a job that is done has epoch " +
-                        std::to_string(word.epoch) + " and state " +
-                        std::to_string(static_cast<std::uint32_t>(word.state)));
-    }
-    const std::byte* area = exchange_->data() + layout_.area(geometry_, word.worker, channel, task);
-    partials.push_back(Partial::at(area, group, geometry_.head_dim));
-  }
-  merge(partials, group, geometry_.head_dim, merged_.data());
-  layout::from_floats(merged_.data(), out, static_cast<wire::DType>(geometry_.act_dtype),
-                      merged_.size());
-}
-
 void Exchange::collect(std::uint32_t channel, std::byte* out) {
   const ChannelState& s = state(channel);
   if (s.epoch == 0 || !ipc::reached(&work_.channel(channel)->done, s.epoch)) {
     throw NativeError("collect of a job that is not done");
   }
-  const std::size_t head_bytes = merged_.size() * layout::element_size(geometry_.act_dtype);
   for (const wire::WorkRow& row : s.rows) {
-    for (std::uint32_t kv_head = 0; kv_head < geometry_.n_kv_heads; ++kv_head) {
-      collect_head(channel, row, kv_head, out);
-      out += head_bytes;
-    }
+    collector_.collect(channel, s.epoch, row, out);
+    out += layout_.q_row_bytes;
   }
 }
 
 void Exchange::end_plan() {
   if (!in_plan_) throw NativeError("end_plan without begin_plan");
-  bool had_rows = false;
+  bool had_rows = rides_.busy(plan_);
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
     had_rows = had_rows || !channels_[c].rows.empty();
     if (channels_[c].epoch != 0 && !ipc::reached(&work_.channel(c)->done, channels_[c].epoch)) {
@@ -228,19 +193,33 @@ void Exchange::end_plan() {
     channels_[c].epoch = 0;
   }
   retire_desc(plan_);
-  if (had_rows) ipc::sub(&control_->server()->active, 1u);
+  rides_.end(plan_);
+  leave(had_rows, false);
   in_plan_ = false;
 }
 
-Announced Exchange::announce(std::uint64_t plan_id,
-                             const std::array<DecodeRows, wire::kChannels>& rows) {
-  const wire::WorkDesc* desc = work_.desc(static_cast<std::uint32_t>(plan_id % geometry_.n_plans));
-  if (desc->first_epoch[0] != 0 || desc->first_epoch[1] != 0) {
+// The plan is over: workers need not spin for it. Jobs of riders go on; whoever went to sleep
+// between a device's publish and this finds them after the ring.
+void Exchange::leave(bool had_rows, bool device) {
+  if (!had_rows) return;
+  if (device) ipc::sub(&control_->server()->device_plans, 1u);
+  ipc::sub(&control_->server()->active, 1u);
+  if (device && rides_.pending()) {
+    ipc::ring(work_.bell(), ipc::load_relaxed(&work_.bell()->value) + 1);
+  }
+}
+
+Announced Exchange::announce(std::uint64_t plan_id, const ChannelRows& rows,
+                             const std::vector<Move>& moves) {
+  const auto slot = static_cast<std::uint32_t>(plan_id % geometry_.n_plans);
+  const wire::WorkDesc* desc = work_.desc(slot);
+  if (desc->first_epoch[0] != 0 || desc->first_epoch[1] != 0 || rides_.busy(slot)) {
     throw NativeError("plan " + std::to_string(plan_id) + " is announced before plan " +
                       std::to_string(desc->plan_id) + " is retired");
   }
-  const bool has_rows = prepare(plan_id, rows);
+  const bool has_rows = prepare(plan_id, rows, moves);
   Announced announced{};
+  announced.moves = moves_;
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
     announced.first_epoch[c] = channels_[c].first_epoch;
     announced.n_tasks[c] = channels_[c].n_tasks;
@@ -267,7 +246,7 @@ void Exchange::retire(std::uint64_t plan_id) {
   const auto plan = static_cast<std::uint32_t>(plan_id % geometry_.n_plans);
   const wire::WorkDesc* desc = work_.desc(plan);
   if (desc->plan_id != plan_id) throw NativeError("retire of a plan that was not announced");
-  bool had_rows = false;
+  bool had_rows = rides_.busy(plan);
   for (std::uint32_t c = 0; c < wire::kChannels; ++c) {
     if (desc->first_epoch[c] == 0) continue;
     had_rows = true;
@@ -275,9 +254,8 @@ void Exchange::retire(std::uint64_t plan_id) {
     if (!ipc::reached(&work_.channel(c)->done, last)) abort_through(c, last);
   }
   retire_desc(plan);
-  if (!had_rows) return;
-  ipc::sub(&control_->server()->device_plans, 1u);
-  ipc::sub(&control_->server()->active, 1u);
+  rides_.end(plan);
+  leave(had_rows, true);
 }
 
 }  // namespace neo::offload

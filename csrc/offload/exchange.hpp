@@ -8,7 +8,8 @@
 //   announce ─▶ (the device, for each layer and channel: publish, wait, collect) ─▶ retire
 //                                                     └ time is up ─▶ abort_through
 //
-// with as many plans in flight as there are descriptor slots. Not thread-safe.
+// with as many plans in flight as there are descriptor slots. Jobs of riders, which outlive their
+// plan, are Rides'. Not thread-safe.
 #pragma once
 
 #include <array>
@@ -19,21 +20,21 @@
 
 #include "layout/control.hpp"
 #include "layout/work.hpp"
+#include "offload/collector.hpp"
+#include "offload/decode_rows.hpp"
+#include "offload/rides.hpp"
 
 namespace neo::offload {
 
-// The decode_cpu rows of one sub-batch.
-struct DecodeRows {
-  const std::uint32_t* slots;
-  const std::uint32_t* seq_lens;
-  std::size_t n;
-};
+// The decode_cpu rows of each sub-batch.
+using ChannelRows = std::array<DecodeRows, wire::kChannels>;
 
 // What a device needs to know of a plan: job e of layer l has epoch first_epoch + l.
 struct Announced {
   std::array<std::uint64_t, wire::kChannels> first_epoch;
   std::array<std::vector<wire::WorkRow>, wire::kChannels> rows;
   std::array<std::uint32_t, wire::kChannels> n_tasks;
+  std::vector<AnnouncedMove> moves;
 };
 
 class Exchange {
@@ -46,7 +47,9 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   // Throws std::invalid_argument or std::out_of_range for rows that do not fit the geometry.
-  void begin_plan(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
+  // `moves`: groups of riders, by stage.
+  void begin_plan(std::uint64_t plan_id, const ChannelRows& rows,
+                  const std::vector<Move>& moves = {});
   // q: [rows of the channel][n_heads][head_dim] in act_dtype.
   void publish(std::uint32_t channel, std::uint32_t layer, const std::byte* q);
   // False: not done within the time, or aborted.
@@ -59,7 +62,8 @@ class Exchange {
 
   // Writes the descriptor and wakes the pool, which spins until the plan is retired. Throws as
   // begin_plan does, and NativeError while the descriptor's slot is another plan's.
-  Announced announce(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
+  Announced announce(std::uint64_t plan_id, const ChannelRows& rows,
+                     const std::vector<Move>& moves = {});
   // Gives up every job of the channel up to this epoch.
   void abort_through(std::uint32_t channel, std::uint64_t epoch);
   // The epoch of the channel's last finished job.
@@ -67,6 +71,8 @@ class Exchange {
   // Once the device is through with the plan.
   void retire(std::uint64_t plan_id);
 
+  Rides& rides() { return rides_; }
+  const std::vector<AnnouncedMove>& moves() const { return moves_; }
   std::uint32_t live_workers() const { return control_->ready_workers(); }
   std::size_t n_rows(std::uint32_t channel) const;
   std::uint32_t n_tasks(std::uint32_t channel) const { return state(channel).n_tasks; }
@@ -83,13 +89,11 @@ class Exchange {
 
   const ChannelState& state(std::uint32_t channel) const;
   ChannelState& state(std::uint32_t channel);
-  void check_rows(const DecodeRows& rows) const;
-  bool prepare(std::uint64_t plan_id, const std::array<DecodeRows, wire::kChannels>& rows);
+  bool prepare(std::uint64_t plan_id, const ChannelRows& rows, const std::vector<Move>& moves);
   void prepare_channel(std::uint32_t channel, const DecodeRows& rows);
   void write_desc(std::uint64_t plan_id);
   void retire_desc(std::uint32_t plan);
-  void collect_head(std::uint32_t channel, const wire::WorkRow& row, std::uint32_t kv_head,
-                    std::byte* out);
+  void leave(bool had_rows, bool device);
 
   std::shared_ptr<layout::Control> control_;
   std::shared_ptr<ipc::Segment> exchange_;
@@ -97,8 +101,10 @@ class Exchange {
   layout::Work work_;
   layout::ExchangeLayout layout_;
   std::array<ChannelState, wire::kChannels> channels_;
-  std::vector<float> merged_;  // [group][head_dim]
-  std::uint32_t plan_ = 0;     // descriptor slot
+  Collector collector_;
+  Rides rides_;
+  std::vector<AnnouncedMove> moves_;  // of the plan begun last
+  std::uint32_t plan_ = 0;            // descriptor slot
   bool in_plan_ = false;
 };
 

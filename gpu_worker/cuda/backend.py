@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -48,7 +49,8 @@ def make_cuda_backend(parts: Parts) -> Backend:
         "GPU-cache: %d blocks of %d tokens, %.2f GiB", blocks, config.cache.block_size,
         cache.blocks.numel() * cache.blocks.element_size() / 2**30,
     )  # fmt: skip
-    reader = HostPlanReader(sequences, parts.limits(blocks))
+    limits = replace(parts.limits(blocks), ride_groups=0)
+    reader = HostPlanReader(sequences, limits)
     native = parts.exchange()
     exchange = None
     if offloads:
@@ -79,7 +81,7 @@ def make_cuda_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     profiler.use(stages, native)
-    return Backend(reader, runner, profiler, blocks)
+    return Backend(reader, runner, profiler, blocks, takes_riders=False)
 
 
 def _transient_bytes(parts: Parts, buffers: Buffers) -> int:

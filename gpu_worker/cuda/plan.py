@@ -175,7 +175,7 @@ class HostPlanReader:
         rows = step.rows[: sum(n_rows)]
         columns = plan_columns(rows, step.tokens)
         sampled = np.flatnonzero(rows["sample"])
-        bounds = (slice(0, n_rows[0]), slice(n_rows[0], sum(n_rows)))
+        bounds = (slice(0, n_rows[0]), slice(n_rows[0], n_rows[0] + n_rows[1]))
         last = columns.first[1:] - 1
         return HostPlan(
             plan_id=int(header["plan_id"]),
@@ -189,7 +189,7 @@ class HostPlanReader:
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
             continued=columns.token_ids[last] == UNKNOWN_TOKEN,
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows, rows["stage"]),
         )
 
     def _batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> HostBatch:

@@ -17,6 +17,7 @@ from neo_server.policies import (
     gpu_only,
     mixed,
     neo,
+    piggyback,
     simple_offload,
     symmetric,
 )
@@ -39,6 +40,7 @@ POLICIES = {
         Policy("symmetric", symmetric.plan, frozenset((Place.CPU,))),
         Policy("fastdecode-plus", fastdecode_plus.plan, frozenset((Place.CPU,))),
         Policy("mixed", mixed.plan),
+        Policy("piggyback", piggyback.plan, frozenset((Place.CPU,))),
         Policy("neo", neo.plan),
     )
 }

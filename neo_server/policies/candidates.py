@@ -7,18 +7,24 @@ per decoded token. A candidate with a worth above its duration pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time
-from neo_server.plan import Mode, Seqs, View
+from neo_server.cost_model import CostModel, Load, Ride, Stages, iteration_time
+from neo_server.plan import Mode, View
+from neo_server.policies.queue import Queue, TokensOf, crowd
 
 # A candidate, and a further CPU-request, has to promise more than the cost model's noise.
 _GAIN = 1.01
+# Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
+_WAVE_GAIN = 1.02
+# A wave takes a token's time to build up and to replace, so it begins, or is given up for batches,
+# only for this much.
+_SWITCH_GAIN = 1.1
 # A CPU-request stays for all its tokens, while the load around it changes.
 _LASTING_GAIN = 1.05
+# Riders' attention takes this share of the iteration at most: what is late delays GPU rows too.
+_HIDDEN = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Choice:
 
     first: int = 0
     second: int = 0
-    riders: int = 0
+    riders: int = 0  # those on their way, then the first of those that may start
     seconds: float = 0.0
     score: float = 1.0  # worth over duration
 
@@ -52,56 +58,37 @@ class Choice:
         return self.first + self.second + self.riders
 
 
-TokensOf = Callable[[int], float]  # K and V tokens of the first k of the queue
+def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Choice:
+    """Step 6: the candidate of the highest score; ``base`` is batch-0 without CPU decodes.
 
-
-def choose(
-    view: View, cost: CostModel, worth: Worth, base: Load, queue: Seqs, forced: int
-) -> Choice:
-    """Step 6: the best candidate that holds at least the first ``forced`` of the queue."""
-    total = np.concatenate(([0], np.cumsum(queue.num_tokens)))
+    A stage that a rider has passed counts as its share of a token: gained when it rides, lost when
+    a batch serves it. So a wave is left standing or given up for what that is worth.
+    """
     if view.cpu_workers == 0:  # nothing else is left to do: a worker may come
-        return Choice(first=len(queue))
-    riding = int((queue.ride > 0).sum())
-    return best(view, cost, worth, base, len(queue), lambda k: float(total[k]), forced, riding)
-
-
-def best(
-    view: View,
-    cost: CostModel,
-    worth: Worth,
-    base: Load,
-    count: int,
-    tokens: TokensOf,
-    forced: int = 0,
-    riding: int = 0,
-) -> Choice:
-    """The candidate of the highest score; ``base`` is batch-0 without CPU decodes."""
+        return Choice(first=queue.count)
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    winner = Choice(seconds=alone) if base.tokens and not forced else None
+    winner = Choice(seconds=alone) if base.tokens and not queue.forced else None
     bar = _GAIN
-    for first, second, riders in _shapes(view, cost, base, count, tokens, forced, riding):
-        if first + second + riders < forced:
-            continue
-        seconds = _time(cost, base, tokens, first, second, riders)
-        gained = first + second + riders / cost.num_layers
+    for first, second in _shapes(view, cost, base, queue):
+        seconds = _time(cost, base, queue, first, second)
+        gained = first + second - queue.lost(first + second)
         score = (alone + worth.token * gained) / seconds
-        late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s and not riders
+        late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s
         if winner is None or (score > bar and not late):
-            winner, bar = Choice(first, second, riders, seconds, score), score
-    return winner or Choice(first=max(forced, min(count, 1)))
+            winner, bar = Choice(first, second, 0, seconds, score), score
+    over_gpu, over_batches = (_WAVE_GAIN, _SWITCH_GAIN) if queue.on_way else (1.0, 1 / _SWITCH_GAIN)
+    serves_most = winner is not None and 2 * winner.rows > queue.count
+    edge = over_batches if serves_most else over_gpu
+    for wave in _rides(view, cost, worth, base, queue):
+        late = view.tpot_slo_s is not None and wave.seconds * view.ride_groups > view.tpot_slo_s
+        if winner is None or (edge * wave.score > bar and not late):
+            winner, bar = wave, edge * wave.score
+    return winner or Choice(first=max(queue.forced, min(queue.count, 1)))
 
 
-def _shapes(
-    view: View,
-    cost: CostModel,
-    base: Load,
-    count: int,
-    tokens: TokensOf,
-    forced: int,
-    riding: int,
-) -> Iterator[tuple[int, int, int]]:
-    """(rows of batch-0, rows of batch-1, riders), most of them within what is hidden."""
+def _shapes(view: View, cost: CostModel, base: Load, queue: Queue) -> Iterator[tuple[int, int]]:
+    """Rows of batch-0 and of batch-1, most of them within what is hidden."""
+    count, tokens, forced = queue.count, queue.tokens, queue.forced
     if Mode.ONE_BATCH in view.modes:
         fewer: tuple[int, ...] = ()
         if forced < count:
@@ -109,20 +96,20 @@ def _shapes(
             fewer = (hidden, forced, *(count >> shift for shift in range(1, 5)))
         for rows in {count, *fewer}:
             if rows >= max(forced, 1):
-                yield rows, 0, 0
+                yield rows, 0
     if Mode.TWO_BATCHES in view.modes:
-        yield from _pipelines(cost, base, count, tokens)
-    if Mode.PIGGYBACK in view.modes:
-        yield from _rides(cost, base, count, tokens, max(riding, forced))
+        for first, second in _pipelines(cost, base, count, tokens):
+            if first + second >= forced:
+                yield first, second
 
 
 def _pipelines(
     cost: CostModel, base: Load, count: int, tokens: TokensOf
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int]]:
     """Step 4: T_ca1 <= T_l0 + T_ga0, then T_ca0 within what is left of the cycle."""
     if not base.tokens:  # CPU rows alone: two halves hide each other's linear stages
         if count:
-            yield count - count // 2, count // 2, 0
+            yield count - count // 2, count // 2
         return
     zero = Stages.of(cost, base)
     second = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn)
@@ -131,12 +118,12 @@ def _pipelines(
     both = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn + one)
     first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
     if first > 0:
-        yield first, second, 0
+        yield first, second
     if second:
-        yield 0, second, 0
+        yield 0, second
     if count > second + max(first, 0):
         both = _balanced(cost, zero, count, tokens)
-        yield count - both, both, 0
+        yield count - both, both
 
 
 def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> int:
@@ -150,23 +137,36 @@ def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> in
     return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
-def _rides(
-    cost: CostModel, base: Load, count: int, tokens: TokensOf, least: int
-) -> Iterator[tuple[int, int, int]]:
-    """As many riders as the CPU can serve one layer of in an iteration."""
-    alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    most = _fitting(cost, count, tokens, 0, alone)
-    for riders in {max(most, least), max(least, min(count, 1))}:
-        if riders:
-            yield 0, 0, riders
+def _rides(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Iterator[Choice]:
+    """Those on their way, and as many more as the CPU can serve one layer of in an iteration.
+
+    A wave fills one group a plan, so it is judged by what it comes to; those on their way alone, as
+    they are.
+    """
+    if Mode.PIGGYBACK not in view.modes or not base.tokens or queue.due > queue.starters:
+        return
+    alone = iteration_time(cost, [base])
+    least, most = queue.on_way + queue.due, queue.on_way + queue.starters
+
+    def wave(riders: int, tokens: TokensOf) -> tuple[float, float]:
+        ride = Ride.spread(riders, tokens(riders), view.ride_groups, view.ride_capacity)
+        seconds = iteration_time(cost, [base], ride)
+        return seconds, (alone + worth.token * riders / view.ride_groups) / seconds
+
+    if least:
+        seconds, score = wave(least, queue.ride_tokens)
+        yield Choice(riders=least, seconds=seconds, score=score)
+    now = _fitting(cost, most, queue.ride_tokens, 0, _HIDDEN * alone)
+    if now > least:
+        places = view.ride_groups * view.ride_capacity
+        full = _fitting(cost, min(queue.count, places), queue.tokens, 0, _HIDDEN * alone)
+        _, score = wave(max(full, now), queue.tokens)
+        seconds, _ = wave(now, queue.ride_tokens)
+        yield Choice(riders=now, seconds=seconds, score=score)
 
 
-def _time(
-    cost: CostModel, base: Load, tokens: TokensOf, first: int, second: int, riders: int
-) -> float:
-    if riders:
-        ride = Load(cpu_rows=riders, cpu_tokens=tokens(riders))
-        return iteration_time(cost, [base], ride)
+def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int) -> float:
+    tokens = queue.tokens
     middle = tokens(second)
     zero = base.with_cpu(first, tokens(second + first) - middle) if first else base
     if not second:
@@ -210,25 +210,46 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
-            joined = best(view, cost, worth, load, count, lambda k: k * mean)
+            joined = best(view, cost, worth, load, crowd(view, count, mean))
             if not joined.rows or count > joined.rows * view.max_skipped:
                 # The bound on skips lets them in at any price.
                 due = -(-count // view.max_skipped)
-                joined = best(view, cost, worth, load, due, lambda k: k * mean, forced=due)
-            gained = joined.first + joined.second + joined.riders / layers
+                joined = best(view, cost, worth, load, crowd(view, due, mean, forced=due))
+            gained = float(joined.first + joined.second)
+            if joined.riders:
+                gained = joined.riders / view.ride_groups
             spent += share * joined.seconds
             value += share * (alone + worth.token * gained)
         return value / spent
 
-    layers = cost.num_layers
-    wanted, reached = present, gain(present, kinds) if present else 1.0
-    bar = max(reached * 1.002, _LASTING_GAIN)
-    count = present + 1
-    while count <= most:
+    reached = gain(present, kinds) if present else 1.0
+    wanted, bar = present, max(reached * 1.002, _LASTING_GAIN)
+    waves = _waves(view, cost, worth.decode_only, mean, present, most)
+    hopeless = False
+    for count in sorted(waves.union(_growing(present, most))):
+        if hopeless and count not in waves:
+            continue
         promised = gain(count, kinds)
         if promised >= bar and gain(count, kinds[:1]) >= _GAIN:
             wanted, bar = count, promised * 1.002
         elif promised < reached and count > 2 * present + 16:
-            break
-        count += max(1, count // 2)
+            hopeless = True
     return wanted
+
+
+def _growing(present: int, most: int) -> Iterator[int]:
+    count = present + 1
+    while count <= most:
+        yield count
+        count += max(1, count // 2)
+
+
+def _waves(
+    view: View, cost: CostModel, base: Load, mean: float, present: int, most: int
+) -> set[int]:
+    """Crowds that ride: as many as the CPU serves, and fewer. A few may not pay for hand-offs."""
+    if Mode.PIGGYBACK not in view.modes or not base.tokens:
+        return set()
+    seconds = _HIDDEN * iteration_time(cost, [base])
+    fit = _fitting(cost, most, lambda k: k * mean, 0, seconds)
+    return {count for count in (fit // 4, fit // 2, fit) if count > present}

@@ -6,13 +6,21 @@ No policy of the paper, but the one that runs every kind of row, for tests and f
 from __future__ import annotations
 
 from neo_server.cost_model import CostModel
-from neo_server.plan import Place, Plan, View
+from neo_server.plan import Place, Plan, Seqs, View
 from neo_server.policies.draft import Draft
 
 
 def plan(view: View, cost: CostModel) -> Plan:
     """Even ids on the GPU (batch-0), odd ones on the CPU (decodes in batch-1)."""
     draft = Draft(view)
+    cpu_decodes = plan_places(draft)
+    draft.decode(cpu_decodes, Place.CPU, batch=1 if draft.has_gpu_work else 0)
+    return draft.build()
+
+
+def plan_places(draft: Draft) -> Seqs:
+    """All but the CPU decodes, for which room and budget are set aside; the caller places them."""
+    view = draft.view
     gpu = draft.grow(view.running.at(Place.GPU), Place.GPU, draft.preempt)
     cpu = draft.grow(view.running.at(Place.CPU), Place.CPU, draft.preempt)
     gpu_decodes, cpu_decodes = gpu.take(gpu.is_decode), cpu.take(cpu.is_decode)
@@ -29,5 +37,4 @@ def plan(view: View, cost: CostModel) -> Plan:
             if view.need(seq, first) <= total or not draft.admit(seq, second, 0):
                 break
     draft.tokens_left += len(cpu_decodes)
-    draft.decode(cpu_decodes, Place.CPU, batch=1 if draft.has_gpu_work else 0)
-    return draft.build()
+    return cpu_decodes

@@ -13,8 +13,9 @@ import numpy as np
 
 from neo_server.cost_model import CostModel, Load, iteration_time, knee
 from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
-from neo_server.policies.candidates import Choice, Worth, choose, population
+from neo_server.policies.candidates import Choice, Worth, best, population
 from neo_server.policies.draft import Draft, decode_load
+from neo_server.policies.queue import Orders
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
@@ -22,6 +23,8 @@ _AMPLE = 0.05
 # few iterations, for the sake of planning time.
 _CROWD = 256
 _CONSIDERED = 4
+# A rider that has more than this share of its stages behind it keeps them: it is moved later.
+_EARLY = 0.25
 _TILE = 64  # tokens that matrix products take at a time: a part of them costs as much
 _MANY_TILES = 4  # from which on filling the last one is a small change
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
@@ -79,19 +82,30 @@ def _may_park(cost: CostModel, seq: SeqView) -> bool:
 
 
 def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
-    """While there is ample room the earliest come back: if nobody else wants it, or they starve."""
+    """While there is ample room the earliest come back: if nobody else wants it, or they starve.
+
+    Riders are slow, and new arrivals can ride in their stead: they have the first right to room, as
+    much as an arrival would find. So the CPU-cache is where requests wait, and advance meanwhile.
+    """
     view = draft.view
     starving = _starving(view, on_cpu)
-    if not len(on_cpu) or (view.waiting and not starving):
+    if not len(on_cpu):
         return []
+    relieves = bool(view.waiting) and not starving
+    if relieves:
+        if not (on_cpu.ride > 0).any():
+            return []
+        on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
     for seq in on_cpu:
         occupants = len(gpu) + len(returned)
-        reserve = -(-occupants // view.block_size) if starving else ample + occupants
-        if not draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
+        tight = starving or relieves
+        reserve = -(-occupants // view.block_size) if tight else ample + occupants
+        if draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
+            returned.append(seq.id)
+        elif not relieves:  # who rides may be passed: it advances where it is
             break
-        returned.append(seq.id)
     return returned
 
 
@@ -116,6 +130,8 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
     view, gpu_decodes, cpu_places = draft.view, int(base.gpu_rows), -1
     busy = bool(len(gpu) or len(cpu))
     for seq in view.waiting:
+        if busy and limit <= base.tokens:
+            break
         reserve = -(-gpu_decodes // view.block_size) if busy else 0
         place = Place.GPU
         if not draft.can_admit(seq, Place.GPU, reserve):
@@ -225,23 +241,18 @@ def _cpu_places(
 
 def _with_cpu(draft: Draft, cost: CostModel, worth: Worth, base: Load, decodes: Seqs) -> Plan:
     """Steps 4 and 6."""
-    view = draft.view
-    order = np.lexsort((decodes.id, -decodes.skipped, decodes.ride == 0))
-    queue = decodes.take(order)
-    room = max(draft.tokens_left, 0)
-    queue = queue.take(slice(room))
-    due = queue.skipped >= view.max_skipped - 1
-    forced = int(np.flatnonzero(due)[-1]) + 1 if due.any() else 0
-    choice = choose(view, cost, worth, base, queue, forced)
-    return _built(draft, choice, queue)
+    orders = Orders.of(draft.view, decodes.take(slice(max(draft.tokens_left, 0))))
+    choice = best(draft.view, cost, worth, base, orders.queue(draft.view))
+    return _built(draft, choice, orders)
 
 
-def _built(draft: Draft, choice: Choice, queue: Seqs) -> Plan:
+def _built(draft: Draft, choice: Choice, orders: Orders) -> Plan:
+    queue = orders.for_batches
     second = queue.take(slice(choice.second))
     first = queue.take(slice(choice.second, choice.second + choice.first))
     draft.decode(_by_arrival(first), Place.CPU)
     draft.decode(_by_arrival(second), Place.CPU, batch=1 if draft.has_gpu_work else 0)
-    riders: Ints = np.sort(queue.id[: choice.riders])
+    riders: Ints = np.sort(orders.for_riders.id[: choice.riders])
     return draft.build(riders, choice.seconds)
 
 

@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from neo_server.cost_model import CostModel, Load, iteration_time
+from neo_server.cost_model import CostModel, Load, Ride, iteration_time
 from neo_server.plan import Mode
 
 _SHARES = tuple(i / 16 for i in range(17))  # of the CPU rows, in batch-1
@@ -91,8 +91,9 @@ def _offloaded(
     if Mode.TWO_BATCHES in packing.modes:
         yield min(_pipeline(cost, base, count, mean, share) for share in _SHARES), count
     if Mode.PIGGYBACK in packing.modes and base.tokens:
-        ride = Load(cpu_rows=count, cpu_tokens=count * mean)
-        yield iteration_time(cost, [base], ride), count / cost.num_layers
+        groups = cost.num_layers + 1
+        ride = Ride.spread(count, count * mean, groups, -(-packing.max_num_seqs // groups))
+        yield iteration_time(cost, [base], ride), count / groups
 
 
 def _pipeline(cost: CostModel, base: Load, count: float, mean: float, share: float) -> float:

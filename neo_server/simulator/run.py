@@ -12,11 +12,12 @@ import numpy as np
 from neo_native import RowKind, RowStatus, slot_params_dtype, token_bias_dtype
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
-from neo_server.cost_model import CostModel, Load, Stages, iteration_time, layer_time
+from neo_server.cost_model import CostModel, Load, iteration_time, layer_time
 from neo_server.metrics import Metrics
 from neo_server.plan import Mode
 from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
+from neo_server.riders import group_capacity
 from neo_server.scheduler import Scheduler
 from neo_server.simulator.workload import Arrival
 from neo_server.step import StageTimes, Step, StepResult
@@ -122,6 +123,9 @@ class Simulation:
             PAGE_SIZE,
         )
         self.setting = setting
+        groups = setting.cost.num_layers + 1
+        capacity = config.ride_capacity or group_capacity(groups, config.max_num_seqs)
+        config = config.model_copy(update={"ride_capacity": capacity})
         self.scheduler = Scheduler(
             config,
             load_policy(setting.policy),
@@ -131,6 +135,7 @@ class Simulation:
             cost=CorrectedCost(setting.believed or setting.cost),
             modes=setting.modes,
             clock=lambda: self.now,
+            ride_groups=groups,
         )
         self.now = 0.0
         self._alive: dict[int, Timeline] = {}
@@ -201,7 +206,7 @@ class Simulation:
             step = self.scheduler.schedule()
             if step is None:
                 break
-            self._in_flight.append((step, load_of_step(step, self.scheduler.running)))
+            self._in_flight.append((step, load_of_step(step)))
 
     def _finish_step(self) -> None:
         step, load = self._in_flight.popleft()
@@ -211,8 +216,9 @@ class Simulation:
         self._cpu_busy += cpu
         self._iterations += 1
         self.now += elapsed
-        decodes = int((step.kind >= RowKind.DECODE_GPU).sum())
-        prompt = int(step.n_new.sum()) - decodes
+        is_prefill = step.kind < RowKind.DECODE_GPU
+        decodes = int(step.sample[~is_prefill].sum())
+        prompt = int(step.n_new[is_prefill].sum())
         self._work += decodes * self._output_worth + prompt * self._prompt_worth
         sample = step.sample.tolist()
         statuses = [RowStatus.SAMPLED if s else RowStatus.COMPUTED for s in sample]
@@ -237,14 +243,22 @@ def simulate(setting: Setting, arrivals: SequenceOf[Arrival]) -> Report:
 def stage_times(cost: CostModel, load: StepLoad) -> StageTimes:
     """What a worker would measure; the rest of the layers' time is what it waits for the CPU."""
     layers = cost.num_layers
-    stages = [Stages.of(cost, batch) for batch in load.batches]
-    head = cost.head(sum(batch.sampled for batch in load.batches))
+    stages = load.stages(cost)
+    head = cost.head(load.sampled)
     handoff = layers * sum(s.handoff for s in stages)
     linear = [layers * s.linear for s in stages] + [0.0]
     gpu_attn = [layers * s.gpu_attn for s in stages] + [0.0]
-    wait = max(layers * layer_time(stages) - sum(linear) - sum(gpu_attn) - handoff, 0.0)
+    whole = layers * layer_time(stages)
+    wait = max(whole - sum(linear) - sum(gpu_attn) - handoff, 0.0)
+    late = 0.0
+    if load.ride.cpu_rows:
+        late = max(cost.cpu_attn(load.ride.cpu_rows, load.ride.cpu_tokens) - whole, 0.0)
     slowest = max(range(len(stages)), key=lambda channel: stages[channel].cpu_attn)
     waits = (wait, 0.0) if slowest == 0 else (0.0, wait)
     if not any(s.cpu_attn for s in stages):
         waits = (0.0, 0.0)
-    return StageTimes((linear[0], linear[1]), (gpu_attn[0], gpu_attn[1]), waits, handoff, head=head)
+    return StageTimes(
+        *((linear[0], linear[1]), (gpu_attn[0], gpu_attn[1]), waits, handoff),
+        head=head,
+        ride_wait=late,
+    )

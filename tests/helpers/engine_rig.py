@@ -41,6 +41,8 @@ class Row:
     start: int
     tokens: Sequence[int]
     sample: bool = True
+    stage: int = 0  # of a rider, as ``place``
+    place: int = 0
 
 
 def make_segment(kind: native.SegmentKind, geometry: Any) -> native.Segment:
@@ -81,6 +83,7 @@ def make_geometry(config: ModelConfig, dtype: DType, **overrides: int) -> Any:
 def make_step(
     plan_id: int,
     *sub_batches: Sequence[Row],
+    riders: Sequence[Row] = (),
     swaps: Sequence[tuple[int, SwapKind, int]] = (),
     max_rows: int = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
@@ -93,16 +96,18 @@ def make_step(
         tokens=np.zeros(max_tokens, np.int32),
     )
     at = 0
-    rows = [row for batch in sub_batches for row in batch]
+    parts = [*[*sub_batches, [], []][:2], riders]
+    rows = [row for part in parts for row in part]
     for i, row in enumerate(rows):
-        step.rows[i] = (row.slot, row.kind, row.start, len(row.tokens), at, row.sample)
+        step.rows[i] = (row.slot, row.kind, row.start, len(row.tokens), at, row.sample, 0, 0)
+        step.rows[i]["stage"], step.rows[i]["place"] = row.stage, row.place
         step.tokens[at : at + len(row.tokens)] = row.tokens
         at += len(row.tokens)
     for i, (slot, kind, n_tokens) in enumerate(swaps):
         step.swaps[i]["slot"], step.swaps[i]["kind"] = slot, kind
         step.swaps[i]["n_tokens"] = n_tokens
     step.header["plan_id"] = plan_id
-    step.header["n_rows"][: len(sub_batches)] = [len(batch) for batch in sub_batches]
+    step.header["n_rows"] = [len(part) for part in parts]
     step.header["n_tokens"] = at
     step.header["n_swaps"] = len(swaps)
     return step
@@ -138,7 +143,9 @@ class Rig:
         if cpu_side is None:
             cpu_side = self._native_side(geometry, segment, workers, timeout_s)
         self.features = Features(CPU, MAX_SLOTS, MAX_LEN, config.vocab_size, model.logits)
-        self.executor = Executor(model, self.cache, cpu_side, self.features)
+        self.cpu_side = cpu_side
+        groups, capacity = (int(geometry[f"ride_{name}"]) for name in ("groups", "capacity"))
+        self.executor = Executor(model, self.cache, cpu_side, self.features, groups, capacity)
         limits = PlanLimits.from_geometry(geometry, num_blocks, MAX_LEN, config.vocab_size)
         self.limits = limits
         self.reader = PlanReader(self.sequences, limits, CPU)
@@ -152,20 +159,23 @@ class Rig:
     def run(
         self,
         *sub_batches: Sequence[Row],
+        riders: Sequence[Row] = (),
         swaps: Sequence[tuple[int, SwapKind, int]] = (),
     ) -> Outcome:
         """Runs one plan of one or two sub-batches; ``self.logits`` gets its sampled rows'."""
         self.logits.clear()
-        return self.executor.run(self.reader.read(self.step(*sub_batches, swaps=swaps)))
+        step = self.step(*sub_batches, riders=riders, swaps=swaps)
+        return self.executor.run(self.reader.read(step))
 
     def step(
         self,
         *sub_batches: Sequence[Row],
+        riders: Sequence[Row] = (),
         swaps: Sequence[tuple[int, SwapKind, int]] = (),
     ) -> Any:
         """What the ring would hold."""
         self._plan_id += 1
-        return make_step(self._plan_id, *sub_batches, swaps=swaps)
+        return make_step(self._plan_id, *sub_batches, riders=riders, swaps=swaps)
 
     def _scatter(self, num_blocks: int, num_pages: int) -> None:
         shuffle = np.random.default_rng(7)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gpu_worker.batch import CpuDecodes, Plan
+from gpu_worker.riders import RiderGroup
+
+Array = npt.NDArray[Any]
 
 
 class FakeCpuSide:
@@ -15,6 +21,8 @@ class FakeCpuSide:
         """``never_done_from``: (channel, layer) from which that channel's jobs never finish."""
         self.kv: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.jobs: dict[int, Tensor] = {}
+        self.rides: dict[int, dict[int, Tensor]] = {}  # O by group and place
+        self.rides_stuck = False  # jobs of riders never finish
         self.events: list[tuple[str, int, int]] = []
         self._never_done_from = never_done_from
         self._plan: Plan | None = None
@@ -34,7 +42,7 @@ class FakeCpuSide:
     def end(self) -> None:
         self._plan = None
 
-    def store_rows(self, layer: int, rows: CpuDecodes, k: Tensor, v: Tensor) -> None:
+    def store_rows(self, layer: int, rows: CpuDecodes | RiderGroup, k: Tensor, v: Tensor) -> None:
         for i, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
             self.kv[layer, int(slot), int(position)] = k[i].clone(), v[i].clone()
 
@@ -53,6 +61,9 @@ class FakeCpuSide:
             return
         assert self._plan is not None
         slots, lengths = self._plan.channel_rows(channel)
+        self.jobs[channel] = self._attention(layer, slots, lengths, q)
+
+    def _attention(self, layer: int, slots: Array, lengths: Array, q: Tensor) -> Tensor:
         out = []
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             k, v = self.load_span(layer, int(slot), int(length))
@@ -61,7 +72,24 @@ class FakeCpuSide:
             scores = torch.einsum("hd,lhd->hl", q[row], k) / q.shape[-1] ** 0.5
             out.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v))
         self.tasks += len(out)
-        self.jobs[channel] = torch.stack(out)
+        return torch.stack(out)
+
+    def _group(self, group: int) -> RiderGroup:
+        assert self._plan is not None
+        return next(riders for riders in self._plan.riders if riders.group == group)
+
+    def ride_publish(self, group: int, q: Tensor) -> None:
+        riders = self._group(group)
+        self.events.append(("ride", group, riders.stage))
+        out = self._attention(riders.stage, riders.slots, riders.seq_lens, q)
+        self.rides[group] = dict(zip(riders.places.tolist(), out, strict=True))
+
+    def ride_wait(self, group: int) -> bool:
+        return not self.rides_stuck
+
+    def ride_collect(self, group: int, out: Tensor) -> None:
+        done = self.rides.pop(group)
+        out.copy_(torch.stack([done[place] for place in self._group(group).places.tolist()]))
 
     def wait(self, channel: int) -> bool:
         self.events.append(("wait", channel, self._layer[channel]))

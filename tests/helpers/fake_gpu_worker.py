@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.helpers.fake_riders import RideGroups
+
 VOCAB = 251
-PREFILL_GPU, PREFILL_CPU, DECODE_GPU, DECODE_CPU = range(4)
+PREFILL_GPU, PREFILL_CPU, DECODE_GPU, DECODE_CPU, RIDE_CPU = *range(4), 5
 COMPUTED, SAMPLED, VOIDED = range(3)
 Array = npt.NDArray[Any]
 
@@ -48,7 +50,9 @@ class FakeModel:
         page_size: int,
         max_tokens: int,
         voids: Callable[[], bool] = lambda: False,
+        groups: RideGroups | None = None,
     ) -> None:
+        self.groups = groups or RideGroups(0, 0)
         self.tables = tables
         self.gpu = np.full((num_gpu_blocks, block_size), -1, np.int32)
         self.cpu = np.full((num_cpu_pages, page_size), -1, np.int32)
@@ -71,6 +75,10 @@ class FakeModel:
         void = [not self._fill(row, tokens) for row in rows]
         for row in rows:
             self._store(row, tokens)
+        first_rider = len(rows) - int(header["n_rows"][2])
+        riders = rows[first_rider:]
+        void[first_rider:] = self.groups.pass_stages(riders, void[first_rider:], self.voids)
+        self.groups.take_tokens(riders, tokens)
         results = [
             (VOIDED, -1) if lost else self._result(row)
             for row, lost in zip(rows, void, strict=True)
@@ -81,6 +89,9 @@ class FakeModel:
 
     def _fill(self, row: Array, tokens: Array) -> bool:
         """Puts in what this slot sampled in the plan before; false: that was void."""
+        if int(row["stage"]):
+            tokens[int(row["token_at"])] = self.groups.token(row)
+            return True
         at = int(row["token_at"])
         if int(tokens[at]) >= 0:
             return True
@@ -95,10 +106,16 @@ class FakeModel:
         assert int(header["n_tokens"]) == int(rows["n_new"].sum()) <= self.max_tokens
         ends = np.cumsum(rows["n_new"])
         assert (rows["token_at"] == ends - rows["n_new"]).all()
-        first = int(header["n_rows"][0])
-        assert first > 0 or len(rows) == 0
-        for kinds in (rows["kind"][:first], rows["kind"][first:]):
+        first, second, riders = header["n_rows"].tolist()
+        assert first > 0 or second == 0
+        assert second == 0 or riders == 0
+        others = rows[: first + second]
+        for kinds in (others["kind"][:first], others["kind"][first:]):
             assert (np.diff(kinds.astype(int)) >= 0).all(), "rows out of order"
+        assert (others["kind"] <= DECODE_CPU).all()
+        assert not others["stage"].any()
+        assert not others["place"].any()
+        self.groups.check(rows[first + second :])
         decodes = rows[rows["kind"] >= DECODE_GPU]
         assert (decodes["n_new"] == 1).all()
         assert (decodes["start"] > 0).all()
@@ -106,7 +123,7 @@ class FakeModel:
 
     def _check_ownership(self, rows: Array) -> None:
         """No block or page is in the tables of two rows."""
-        for kinds, cache in (((0, 2), self.gpu), ((1, 3), self.cpu)):
+        for kinds, cache in (((0, 2), self.gpu), ((1, 3, 5), self.cpu)):
             used: list[int] = []
             for row in rows[np.isin(rows["kind"], kinds)]:
                 table = self.tables.block_table if cache is self.gpu else self.tables.page_table
@@ -180,9 +197,14 @@ def main() -> None:
             int(geometry["block_size"]),
             int(geometry["page_size"]),
             int(geometry["max_tokens"]),
+            groups=RideGroups(int(geometry["ride_groups"]), int(geometry["ride_capacity"])),
         )
         ready = pb.ReportGpuReadyRequest(
-            pid=os.getpid(), rank=0, num_gpu_blocks=blocks, device="fake"
+            pid=os.getpid(),
+            rank=0,
+            num_gpu_blocks=blocks,
+            device="fake",
+            plan_modes=("gpu_only", "one_batch", "two_batches", "piggyback"),
         )
         stub.ReportGpuReady(ready, metadata=key_metadata())
     given_up = segments.gpu_given_up_byte(0)

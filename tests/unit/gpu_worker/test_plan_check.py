@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_worker.errors import BadPlanError
+from gpu_worker.plan_check import check_plan
 from neo_native import RowKind, SwapKind
 from tests.helpers.engine_rig import MAX_LEN, MAX_ROWS, MAX_SLOTS, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
@@ -74,6 +75,8 @@ BREAKS: list[tuple[Callable[[Any, Rig], None], str]] = [
     (set_row(1, "slot", MAX_SLOTS), rf"slot is {MAX_SLOTS}; the limit is {MAX_SLOTS - 1}"),
     (set_row(1, "slot", 0), "slot 0 is named twice"),
     (set_row(1, "kind", 4), "kind is 4; the limit is 3"),
+    (set_row(2, "kind", RowKind.RIDE_CPU), "kind is 5; the limit is 3"),
+    (set_header("n_rows", (2, 0, 1)), "1 riders; this worker takes none"),
     (set_row(0, "kind", RowKind.DECODE_CPU), "not in order"),
     (set_row(0, "n_new", 0), "n_new is 0; the least is 1"),
     (set_row(1, "n_new", 2), "n_new of a decode is 2; the limit is 1"),
@@ -82,7 +85,7 @@ BREAKS: list[tuple[Callable[[Any, Rig], None], str]] = [
     (set_row(0, "token_at", 3), r"token_at \+ n_new is 23; the limit is 22"),
     (set_row(0, "sample", 2), "sample is 2"),
     (set_header("n_tokens", 21), "sum of n_new is 22, expected 21"),
-    (set_header("n_rows", (MAX_ROWS, 1)), rf"n_rows is {MAX_ROWS + 1}; the limit is {MAX_ROWS}"),
+    (set_header("n_rows", (MAX_ROWS, 1, 0)), rf"n_rows is {MAX_ROWS + 1}; the limit is {MAX_ROWS}"),
     (set_header("n_swaps", 9), "n_swaps is 9; the limit is 8"),
     (set_header("rank", 1), "rank is 1, expected 0"),
     (set_token(320), "token is 320; the limit is 319"),
@@ -138,3 +141,53 @@ def test_table_entries_past_the_sequence_are_nobodys_business(rig: Rig) -> None:
     assert decodes is not None
     assert decodes.block_table.shape == (2, 12)
     assert decodes.block_table.max() < 128
+
+
+LAYERS = 3
+GROUPS, PLACES = LAYERS + 1, 2  # of the rig with riders
+RIDERS = [
+    Row(1, RowKind.RIDE_CPU, 30, [6], False, stage=1, place=0),
+    Row(2, RowKind.RIDE_CPU, 31, [0], False, stage=1, place=1),
+    Row(3, RowKind.RIDE_CPU, 9, [-1], False, stage=0, place=4),
+    Row(4, RowKind.RIDE_CPU, 9, [-1], True, stage=LAYERS, place=7),
+]
+
+
+@pytest.fixture
+def riding(folder: Path) -> Rig:
+    return Rig(folder, cpu_side=FakeCpuSide(), ride_groups=GROUPS, ride_capacity=PLACES)
+
+
+def test_riders_in_order_are_sound(riding: Rig) -> None:
+    check_plan(riding.step(ROWS[:1], riders=RIDERS), riding.sequences, riding.limits)
+    check_plan(riding.step(riders=RIDERS), riding.sequences, riding.limits)
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value", "message"),
+    [
+        (0, "kind", RowKind.DECODE_CPU, "kind of a rider is 3; the least is 5"),
+        (0, "stage", LAYERS + 1, "stage is 4; the limit is 3"),
+        (3, "place", GROUPS * PLACES, "place is 8; the limit is 7"),
+        (1, "place", 0, r"places \[0, 0, 4, 7\] of riders are not in order"),
+        (1, "stage", 2, "riders of one group have stages"),
+        (2, "stage", 1, "stage of two groups 1 is named twice"),
+        (3, "sample", 0, "sample of riders is"),
+        (0, "sample", 1, "sample of riders is"),
+        (0, "n_new", 2, "n_new of a decode is 2"),
+        (1, "slot", 1, "slot 1 is named twice"),
+    ],
+)
+def test_broken_riders_are_refused(
+    riding: Rig, row: int, field: str, value: int, message: str
+) -> None:
+    step = riding.step(riders=RIDERS)
+    step.rows[row][field] = value
+    with pytest.raises(BadPlanError, match=message):
+        check_plan(step, riding.sequences, riding.limits)
+
+
+def test_a_riders_page_table_is_checked(riding: Rig) -> None:
+    riding.sequences.page_table[2, 1] = 9999
+    with pytest.raises(BadPlanError, match="page is 9999"):
+        check_plan(riding.step(riders=RIDERS), riding.sequences, riding.limits)

@@ -76,11 +76,11 @@ class FakeServer(control_pb2_grpc.ControlServicer):
         assert step is not None
         self._plan_id += 1
         step.header["plan_id"] = self._plan_id
-        step.header["n_rows"] = (1, 0)
+        step.header["n_rows"] = (1, 0, 0)
         step.header["n_tokens"] = len(tokens)
         step.header["n_swaps"] = 0
         step.header["rank"] = 0
-        step.rows[0] = (slot, kind, start, len(tokens), 0, 1)
+        step.rows[0] = (slot, kind, start, len(tokens), 0, 1, 0, 0)
         step.tokens[: len(tokens)] = tokens
         self.steps.publish()
 

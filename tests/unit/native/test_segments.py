@@ -93,14 +93,14 @@ def test_a_second_instance_of_one_id_is_refused_and_harms_nothing(segs: sg.Segme
         (8, "layout hash is 0x.*this build has 0x"),
         (16, "its header says"),
         (24, "segment kind is"),
-        (36, "version is 0x.*this build has 0x2"),
+        (36, "version is 0x.*this build has 0x3"),
     ],
 )
 def test_a_segment_of_another_build_is_refused_with_both_values(
     segs: sg.SegmentSet, offset: int, match: str
 ) -> None:
     fd = segs.location.open("work")
-    os.pwrite(fd, b"\x03", offset)
+    os.pwrite(fd, b"\x7f", offset)
     os.close(fd)
     with pytest.raises(nn.LayoutMismatchError, match=match):
         sg.attach_all(segs.location.instance_id, segs.location.shm_dir)
@@ -221,6 +221,9 @@ def test_a_worker_row_is_locked_by_one_process_and_cleared_only_when_its_lock_is
             {"n_pages": 1 << 28, "n_layers": 4096, "n_heads": 16, "n_kv_heads": 16},
             "n_pages * n_layers * n_kv_heads is 17592186044416; it must be from 0 to",
         ),
+        ({"ride_groups": 2, "ride_capacity": 8}, "ride_groups is 2; it must be from 3 to 3"),
+        ({"ride_groups": 3}, "ride_capacity is 0; it must be from 1 to 4096"),
+        ({"ride_capacity": 8}, "ride_capacity is 8; it must be from 0 to 0"),
         ({"n_layers": -1}, "n_layers is -1; it must be from 0"),
         ({"n_wheels": 4}, "n_wheels is not a field"),
     ],

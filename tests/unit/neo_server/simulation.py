@@ -25,12 +25,14 @@ from neo_server.correction import CorrectedCost
 from neo_server.cost_model import CostModel, FreeCost
 from neo_server.errors import GpuWorkerDiedError
 from neo_server.gpu_client import read_result, write_step
+from neo_server.plan import Mode
 from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
 from protos.config import SchedulerConfig
 from tests.helpers.fake_gpu_worker import FakeModel
+from tests.helpers.fake_riders import RideGroups
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Sizes:
     budget: int = 8
     max_model_len: int = 32
     chunked: bool = True
+    layers: int = 3
+    ride_capacity: int = 0  # 0: nobody rides
 
     @property
     def config(self) -> SchedulerConfig:
@@ -55,6 +59,7 @@ class Sizes:
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
             enable_chunked_prefill=self.chunked,
+            ride_capacity=self.ride_capacity,
         )
 
 
@@ -104,18 +109,21 @@ class Simulation:
             max_swaps=self.sizes.max_num_seqs,
             cpu_workers=lambda: self.cpu_workers,
             cost=CorrectedCost(self.cost),
+            modes=frozenset(Mode),
+            ride_groups=self.sizes.layers + 1,
         )
-        self.model = self._model()
+        self.model = self.make_model()
 
     def make_blocks(self, num_gpu_blocks: int) -> BlockManager:
         s = self.sizes
         return BlockManager(self.tables, num_gpu_blocks, s.cpu_pages, s.block_size, s.page_size)
 
-    def _model(self) -> FakeModel:
+    def make_model(self) -> FakeModel:
         s = self.sizes
         return FakeModel(
             *(self.tables, s.gpu_blocks, s.cpu_pages, s.block_size, s.page_size, s.budget),
             voids=lambda: self.rng.random() < self.void_rate,
+            groups=RideGroups(s.layers + 1, s.ride_capacity),
         )
 
     def compute(self, step: Step) -> StepResult:
@@ -136,7 +144,7 @@ class Simulation:
             self.in_flight()
         if self.rng.random() < self.death_rate:
             last = self.model.last_plan
-            self.model = self._model()
+            self.model = self.make_model()
             self.model.last_plan = last
             raise GpuWorkerDiedError("killed by the test")
         return self.compute(step)

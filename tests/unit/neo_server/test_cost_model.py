@@ -5,7 +5,7 @@ import math
 import pytest
 
 from neo_server.correction import BOUND, CorrectedCost
-from neo_server.cost_model import FreeCost, Load, Stages, iteration_time, knee, layer_time
+from neo_server.cost_model import FreeCost, Load, Ride, Stages, iteration_time, knee, layer_time
 from neo_server.errors import ConfigurationError
 from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
 from neo_server.simulator.run import stage_times
@@ -48,8 +48,8 @@ def test_every_figure_of_a_hardware_profile_has_a_source() -> None:
 def test_riders_cost_only_what_the_iteration_cannot_hide() -> None:
     base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
     alone = iteration_time(A10G, [base])
-    few = iteration_time(A10G, [base], Load(cpu_rows=8, cpu_tokens=8_000))
-    many = iteration_time(A10G, [base], Load(cpu_rows=4000, cpu_tokens=4_000_000))
+    few = iteration_time(A10G, [base], Ride.spread(8, 8_000, 33, 8))
+    many = iteration_time(A10G, [base], Ride.spread(4000, 4_000_000, 33, 128))
     assert alone < few < 1.05 * alone
     assert many > 2 * alone
 
@@ -106,7 +106,7 @@ def test_a_profile_that_is_wrong_by_four_is_right_after_some_tens_of_iterations(
 ) -> None:
     truth = TableCost(table())
     believed = CorrectedCost(TableCost(table(), scale=wrong))
-    load = StepLoad((Load(tokens=2, gpu_rows=2, gpu_tokens=30, sampled=2),), Load())
+    load = StepLoad((Load(tokens=2, gpu_rows=2, gpu_tokens=30, sampled=2),))
     for _ in range(40):
         (stage,) = [Stages.of(truth, batch) for batch in load.batches]
         times = StageTimes((2 * stage.linear, 0.0), (2 * stage.gpu_attn, 0.0), head=truth.head(2))
@@ -124,7 +124,7 @@ def test_of_two_sub_batches_that_wait_for_the_cpu_t_ca_is_learned(
     truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
     believed = CorrectedCost(truth.with_cpu_bandwidth(1 / wrong))
     batches = tuple(Load().with_cpu(rows, rows * 8000.0) for rows in split)
-    load = StepLoad(batches, Load())
+    load = StepLoad(batches)
     for _ in range(60):
         result = StepResult(1, [], [], load.seconds(truth), stage_times(truth, load))
         believed.learn(load, load.seconds(believed), result)
@@ -133,7 +133,7 @@ def test_of_two_sub_batches_that_wait_for_the_cpu_t_ca_is_learned(
 
 def test_corrections_are_bounded() -> None:
     cost = CorrectedCost(FreeCost())
-    load = StepLoad((Load(tokens=2, sampled=2),), Load())
+    load = StepLoad((Load(tokens=2, sampled=2),))
     for _ in range(500):
         cost.learn(load, 1.0, StepResult(1, [], [], 1e9, StageTimes((1e9, 0.0))))
     assert cost.factors["linear"] == BOUND

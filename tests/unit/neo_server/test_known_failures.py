@@ -99,12 +99,15 @@ sizes_of = st.builds(
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(6, 14),
     max_model_len=st.just(32),
+    layers=st.integers(1, 4),
+    ride_capacity=st.integers(0, 3),
 )
 
 
 def check_traffic(sizes: Sizes, seed: int, void_rate: float, depth: int, workers: bool) -> None:
     """Everything ends with the right tokens, blocks are conserved, the bound on skips holds."""
-    simulation = Simulation(sizes, seed, void_rate, cost=FreeCost(0.0, 10 ** -(seed % 8 + 1)))
+    cost = FreeCost(0.0, 10 ** -(seed % 8 + 1), sizes.layers)
+    simulation = Simulation(sizes, seed, void_rate, cost=cost)
     if simulation.scheduler.max_tokens_per_sequence < 2:
         return
     rng = random.Random(seed)

@@ -19,7 +19,9 @@ from tests.helpers.fake_gpu_worker import generate
 from tests.unit.neo_server.simulation import Simulation, Sizes
 
 CHURN = "tests.helpers.policies:churn"
-EVERY_POLICY = [*POLICIES, CHURN]
+RIDE_CHURN = "tests.helpers.policies:ride_churn"
+BESIDE_GPU = "neo_server.policies.piggyback:beside_gpu"
+EVERY_POLICY = [*POLICIES, CHURN, RIDE_CHURN, BESIDE_GPU]
 
 sizes_of = st.builds(
     Sizes,
@@ -31,6 +33,8 @@ sizes_of = st.builds(
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(5, 12),
     max_model_len=st.just(32),
+    layers=st.integers(1, 4),
+    ride_capacity=st.integers(0, 2),
 )
 
 
@@ -112,12 +116,13 @@ def test_every_policy_serves_long_traffic(policy: str, seed: int) -> None:
     if policy == "gpu-only":
         assert metrics.num_cpu_decodes == metrics.num_swap_outs == 0
         assert metrics.num_preemptions > 0
-    elif policy in ("simple-offload", "symmetric", "fastdecode-plus"):
+    elif policy in ("simple-offload", "symmetric", "fastdecode-plus", "piggyback"):
         assert metrics.num_gpu_decodes == 0
         assert metrics.num_preemptions > 0
     else:
         assert min(metrics.num_cpu_decodes, metrics.num_gpu_decodes) > 0
-        assert metrics.iterations["one_batch" if policy == "neo" else "two_batches"] > 0
+        one_batch = policy in ("neo", RIDE_CHURN, BESIDE_GPU)
+        assert metrics.iterations["one_batch" if one_batch else "two_batches"] > 0
     if policy in ("neo", CHURN):
         assert min(metrics.num_swap_outs, metrics.num_preemptions) > 0
     if policy == CHURN:
