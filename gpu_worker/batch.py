@@ -156,7 +156,7 @@ class PlanReader:
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows),
         )
 
     def _sub_batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> SubBatch:

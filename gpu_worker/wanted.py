@@ -5,7 +5,9 @@ Built on the host, once per plan, without a loop per token; ``None`` where no ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,29 +96,32 @@ class Wanted:
 
 
 def wanted_by(
-    sequences: Sequences, rows: PlanColumns, sampled: npt.NDArray[np.intp], first_batch: int
+    sequences: Sequences,
+    rows: PlanColumns,
+    sampled: npt.NDArray[np.intp],
+    n_rows: SequenceOf[int],
 ) -> Wanted | None:
-    """``first_batch``: how many of the plan's rows are sub-batch 0's."""
+    """``n_rows``: of each sub-batch; they come first among the plan's rows."""
     features = sequences.params["features"][rows.slots]
     if not features.any():
         return None
     params = sequences.params[rows.slots]
     lengths = rows.starts + rows.counts
+    bounds = [0, n_rows[0], n_rows[0] + n_rows[1]]
     chosen = features[sampled]
     return Wanted(
-        recorded=_recorded(rows, features, first_batch),
+        recorded=_recorded(rows, features, bounds),
         biases=_biases(sequences, rows.slots[sampled], params[sampled], lengths[sampled]),
         penalties=_penalties(rows.slots, params, lengths, sampled, chosen),
         reported=_reported(params, lengths, sampled, chosen),
-        prompts=_prompts(rows, params, first_batch),
+        prompts=_prompts(rows, params, bounds),
     )
 
 
-def _recorded(rows: PlanColumns, features: Array, first_batch: int) -> dict[int, Recorded]:
+def _recorded(rows: PlanColumns, features: Array, bounds: SequenceOf[int]) -> dict[int, Recorded]:
     counted = np.repeat((features & Feature.PENALTIES) != 0, rows.counts)
-    cut = int(rows.first[first_batch])
     found = {}
-    for channel, (low, high) in enumerate(((0, cut), (cut, len(counted)))):
+    for channel, (low, high) in enumerate(pairwise(rows.first[bounds].tolist())):
         at = np.flatnonzero(counted[low:high])
         if len(at):
             found[channel] = Recorded(
@@ -167,13 +172,13 @@ def _reported(params: Array, lengths: Ints, sampled: Array, features: Array) -> 
     return Reported(at, rows, lengths[rows], params["n_logprobs"][rows].astype(np.int64))
 
 
-def _prompts(rows: PlanColumns, params: Array, first_batch: int) -> tuple[PromptPart, ...]:
+def _prompts(rows: PlanColumns, params: Array, bounds: SequenceOf[int]) -> tuple[PromptPart, ...]:
     wants = (params["features"] & Feature.PROMPT_LOGPROBS) != 0
     wants &= (rows.kinds < RowKind.DECODE_GPU) & (rows.starts < params["n_prompt"])
     parts = []
     for row in np.flatnonzero(wants).tolist():
-        channel = int(row >= first_batch)
-        base = int(rows.first[first_batch]) if channel else 0
+        channel = int(row >= bounds[1])
+        base = int(rows.first[bounds[channel]])
         first, end = int(rows.first[row]), int(rows.first[row + 1])
         start, n_prompt = int(rows.starts[row]), int(params["n_prompt"][row])
         ids = rows.token_ids[first : first + min(end - first, n_prompt - start)]

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from neo_server.api_key import ApiKeyInterceptor
 from neo_server.control_service import ControlService
 from neo_server.errors import ConfigurationError
+from neo_server.malformed import MalformedInterceptor
 from neo_server.service import InferenceService
 from neo_server.service_names import SERVICES
 from neo_server.state import ServerState
@@ -59,7 +60,7 @@ def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server
             *_KEEPALIVE,
         ),
         maximum_concurrent_rpcs=2 * (state.options.max_num_queued_reqs + max_num_seqs) + _MORE_RPCS,
-        interceptors=_interceptors(state),
+        interceptors=[*_interceptors(state), MalformedInterceptor()],
     )
     register = inference_pb2_grpc.add_InferenceServicer_to_server
     register(InferenceService(state), server)  # type: ignore[no-untyped-call]

@@ -211,7 +211,9 @@ struct alignas(64) ResultHeader {
   float swap;
   float head;  // embedding, logits, sampling
   std::uint32_t cpu_tasks;
+  std::uint8_t reserved[4];
   std::uint32_t n_logprobs;  // entries
+  std::uint8_t reserved1[60];
 };
 
 struct ResultRow {
@@ -384,7 +386,7 @@ static_assert(shared_struct<RingHeader, 256>());
 static_assert(shared_struct<StepHeader, 64>());
 static_assert(shared_struct<StepRow, 24>());
 static_assert(shared_struct<Swap, 16>());
-static_assert(shared_struct<ResultHeader, 64>());
+static_assert(shared_struct<ResultHeader, 128>());
 static_assert(shared_struct<ResultRow, 16>());
 static_assert(shared_struct<LogprobEntry, 24>());
 static_assert(shared_struct<TokenLogprob, 8>());

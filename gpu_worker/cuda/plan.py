@@ -189,7 +189,7 @@ class HostPlanReader:
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
             continued=columns.token_ids[last] == UNKNOWN_TOKEN,
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows[0]),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows),
         )
 
     def _batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> HostBatch:
