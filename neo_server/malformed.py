@@ -15,19 +15,21 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from neo_server.errors import InvalidRequestError, to_status
-from protos import inference_pb2
+from protos import inference_pb2, vllm_engine_pb2
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _BYTES = 2  # the wire type of strings and messages
 
-_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 _REQUESTS = {
-    f"/{_SERVICE.full_name}/{method.name}": method.input_type for method in _SERVICE.methods
+    f"/{service.full_name}/{method.name}": method.input_type
+    for module in (inference_pb2, vllm_engine_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
 }
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """For ``Inference``."""
+    """For the public services."""
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
