@@ -5,6 +5,7 @@ gRPC answers INTERNAL when a request cannot be parsed, which a string that is no
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -37,7 +38,13 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         """See ``grpc.aio.ServerInterceptor``."""
         handler: grpc.RpcMethodHandler[Any, Any] = await continuation(details)
         descriptor = _REQUESTS.get(str(details.method))
-        if handler is None or descriptor is None:
+        if (
+            handler is None
+            or descriptor is None
+            or inspect.isasyncgenfunction(
+                handler.unary_stream  # GetTokenizer, whose request is empty
+            )
+        ):
             return handler
         return _tolerant(handler, descriptor)
 
