@@ -110,13 +110,14 @@ def wanted_by(
         return None
     params = sequences.params[rows.slots]
     lengths = rows.starts + rows.counts
+    bounds = [0, n_rows[0], n_rows[0] + n_rows[1]]
     chosen = features[sampled]
     return Wanted(
         recorded=_recorded(rows, features, n_rows, stages),
         biases=_biases(sequences, rows.slots[sampled], params[sampled], lengths[sampled]),
         penalties=_penalties(rows.slots, params, lengths, sampled, chosen),
         reported=_reported(params, lengths, sampled, chosen),
-        prompts=_prompts(rows, params, n_rows[0]),
+        prompts=_prompts(rows, params, bounds),
     )
 
 
@@ -180,13 +181,13 @@ def _reported(params: Array, lengths: Ints, sampled: Array, features: Array) -> 
     return Reported(at, rows, lengths[rows], params["n_logprobs"][rows].astype(np.int64))
 
 
-def _prompts(rows: PlanColumns, params: Array, first_batch: int) -> tuple[PromptPart, ...]:
+def _prompts(rows: PlanColumns, params: Array, bounds: SequenceOf[int]) -> tuple[PromptPart, ...]:
     wants = (params["features"] & Feature.PROMPT_LOGPROBS) != 0
     wants &= (rows.kinds < RowKind.DECODE_GPU) & (rows.starts < params["n_prompt"])
     parts = []
     for row in np.flatnonzero(wants).tolist():
-        channel = int(row >= first_batch)
-        base = int(rows.first[first_batch]) if channel else 0
+        channel = int(row >= bounds[1])
+        base = int(rows.first[bounds[channel]])
         first, end = int(rows.first[row]), int(rows.first[row + 1])
         start, n_prompt = int(rows.starts[row]), int(params["n_prompt"][row])
         ids = rows.token_ids[first : first + min(end - first, n_prompt - start)]

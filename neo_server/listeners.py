@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from neo_server.api_key import ApiKeyInterceptor
 from neo_server.control_service import ControlService
 from neo_server.errors import ConfigurationError
+from neo_server.malformed import MalformedInterceptor
 from neo_server.service import InferenceService
 from neo_server.service_names import SERVICES
 from neo_server.state import ServerState
@@ -19,6 +20,7 @@ from neo_server.vllm_engine import VllmEngineService
 from protos import control_pb2_grpc, inference_pb2_grpc, vllm_engine_pb2_grpc
 
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
+_LEAST_MESSAGE = 1 << 24  # bytes that one may have in any case: it is then refused by field
 _MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
 _CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
 # A client that waits for a long prefill hears nothing, so it may ask twice a second whether the
@@ -49,7 +51,8 @@ def control_server(state: ServerState) -> grpc.aio.Server:
 
 def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server:
     """``Inference``, ``VllmEngine``, health and reflection."""
-    limit = min(prompt_bytes(state) + _MESSAGE_ROOM, (1 << 31) - 1)
+    limit = max(prompt_bytes(state) + _MESSAGE_ROOM, _LEAST_MESSAGE)
+    limit = min(limit, (1 << 31) - 1)
     max_num_seqs = state.resolved.config.scheduler.max_num_seqs
     server = grpc.aio.server(
         options=(
@@ -59,7 +62,7 @@ def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server
             *_KEEPALIVE,
         ),
         maximum_concurrent_rpcs=2 * (state.options.max_num_queued_reqs + max_num_seqs) + _MORE_RPCS,
-        interceptors=_interceptors(state),
+        interceptors=[*_interceptors(state), MalformedInterceptor()],
     )
     register = inference_pb2_grpc.add_InferenceServicer_to_server
     register(InferenceService(state), server)  # type: ignore[no-untyped-call]

@@ -17,9 +17,10 @@ from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
 from neo_server.info import MODEL_TYPE
 from neo_server.loads import CacheUse, loads_of
-from neo_server.request import Finish, Request
+from neo_server.request import Finish, Output, Request, joined
 from neo_server.state import ServerState
 from neo_server.tokenizer_bundle import Bundle, bundle
+from neo_server.vllm_logprobs import of_input, of_output
 from neo_server.vllm_request import generate_request
 from protos import smg_common_pb2 as common
 from protos import vllm_engine_pb2 as pb
@@ -56,7 +57,7 @@ class VllmEngineService(rpc.VllmEngineServicer):
     async def _answer(
         self, request: pb.GenerateRequest, choices: Choices
     ) -> AsyncIterator[pb.GenerateResponse]:
-        collected: list[list[int]] = [[] for _ in choices.served]
+        collected: list[list[Output]] = [[] for _ in choices.served]
         async for index, output in choices.outputs():
             served, new = choices.served[index], output.token_ids
             if request.stream and new:
@@ -66,11 +67,13 @@ class VllmEngineService(rpc.VllmEngineServicer):
                     completion_tokens=len(new),
                     index=index,
                 )
+                _tell(chunk, output)
                 yield pb.GenerateResponse(chunk=chunk)
-            collected[index].extend(new)
+            elif not request.stream:
+                collected[index].append(output)
             if output.finish is not None:
-                ids = list(new) if request.stream else collected[index]
-                complete = self._complete(request, served, output.finish, index, ids)
+                whole = output if request.stream else joined(collected[index])
+                complete = self._complete(request, served, output.finish, index, whole)
                 yield pb.GenerateResponse(complete=complete)
 
     def _complete(
@@ -79,8 +82,9 @@ class VllmEngineService(rpc.VllmEngineServicer):
         served: Request,
         finish: Finish,
         index: int,
-        ids: list[int],
+        output: Output,
     ) -> pb.GenerateComplete:
+        ids = output.token_ids
         complete = pb.GenerateComplete(
             output_ids=ids,
             finish_reason=finish.reason.name.lower(),
@@ -88,6 +92,7 @@ class VllmEngineService(rpc.VllmEngineServicer):
             completion_tokens=len(ids),
             index=index,
         )
+        _tell(complete, output)
         token = finish.stop_token_id
         if finish.stop_str is not None:
             complete.matched_stop_str = finish.stop_str
@@ -205,3 +210,11 @@ async def _refuse(context: Context, error: NeoError) -> NoReturn:
     code, message = to_status(error)
     await context.abort(code, message)
     raise AssertionError("abort returned")
+
+
+def _tell(message: pb.GenerateStreamChunk | pb.GenerateComplete, output: Output) -> None:
+    """Adds the log-probabilities that were asked for."""
+    if output.logprobs:
+        message.output_logprobs.CopyFrom(of_output(output.logprobs))
+    if output.prompt_logprobs:
+        message.input_logprobs.CopyFrom(of_input(output.prompt_logprobs))

@@ -6,32 +6,20 @@ have is refused by its name, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from neo_server.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 from protos import vllm_engine_pb2 as vllm
 
 _MAX_TOP_K = 2**31 - 1
+_COUNTS = ("logprobs", "prompt_logprobs")
 _SEEDS = 2**64  # a negative seed is another one than its absolute value
-
-# Fields of the sampling parameters that the engine lacks, and whether they ask for something.
-_LACKING: dict[str, Callable[[vllm.SamplingParams], bool]] = {
-    "frequency_penalty": lambda params: params.frequency_penalty != 0.0,
-    "presence_penalty": lambda params: params.presence_penalty != 0.0,
-    "repetition_penalty": lambda params: params.repetition_penalty not in (0.0, 1.0),
-    "n": lambda params: params.n > 1,
-    "logprobs": lambda params: params.HasField("logprobs"),
-    "prompt_logprobs": lambda params: params.HasField("prompt_logprobs"),
-    "logit_bias": lambda params: bool(params.logit_bias),
-    "truncate_prompt_tokens": lambda params: params.HasField("truncate_prompt_tokens"),
-}
 
 
 def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
     """Raises ``InvalidRequestError`` for what this server does not do; values are checked later."""
     params = message.sampling_params
     _refuse_what_is_lacking(message)
+    _refuse_negative(params)
     request = pb.GenerateRequest(
         request_id=message.request_id,
         sampling_params=_sampling(params),
@@ -43,6 +31,11 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
             ignore_eos=params.ignore_eos,
         ),
     )
+    for name in _COUNTS:
+        if params.HasField(name):
+            setattr(request.response_options, name, getattr(params, name))
+    if params.HasField("truncate_prompt_tokens"):
+        request.truncate_prompt_tokens = params.truncate_prompt_tokens
     if params.HasField("max_tokens"):
         request.stop_conditions.max_tokens = params.max_tokens
     kind = message.WhichOneof("input")
@@ -60,7 +53,17 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         raise InvalidRequestError(
             f"top_k is {params.top_k}; it must be <= {_MAX_TOP_K} (0: all)", "top_k"
         )
-    sampling = pb.SamplingParams(top_k=params.top_k, min_p=params.min_p)
+    sampling = pb.SamplingParams(
+        top_k=params.top_k,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+    )
+    if params.repetition_penalty != 0.0:
+        sampling.repetition_penalty = params.repetition_penalty
+    if params.n != 0:
+        sampling.n = params.n
     if params.HasField("temperature"):
         sampling.temperature = params.temperature
     if params.top_p != 0.0:
@@ -72,9 +75,6 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 def _refuse_what_is_lacking(message: vllm.GenerateRequest) -> None:
     params = message.sampling_params
-    for name, asks in _LACKING.items():
-        if asks(params):
-            _refuse(name, getattr(params, name))
     constraint = params.WhichOneof("constraint")
     if constraint is not None and getattr(params, constraint) is not False:
         _refuse(constraint, getattr(params, constraint))
@@ -86,6 +86,16 @@ def _refuse_what_is_lacking(message: vllm.GenerateRequest) -> None:
             f"data_parallel_rank is {message.data_parallel_rank}; this server has rank 0 only",
             "data_parallel_rank",
         )
+
+
+def _refuse_negative(params: vllm.SamplingParams) -> None:
+    """What has a sign here and none in protos/inference.proto."""
+    for name in _COUNTS:
+        if getattr(params, name) < 0:
+            raise InvalidRequestError(f"{name} is {getattr(params, name)}; it must be >= 0", name)
+    lowest = min(params.logit_bias, default=0)
+    if lowest < 0:
+        raise InvalidRequestError(f"logit_bias token id is {lowest}; it must be >= 0", "logit_bias")
 
 
 def _refuse(name: str, value: object) -> None:

@@ -139,13 +139,60 @@ def test_a_stop_string_ends_a_chat_before_it(client: openai.OpenAI) -> None:
     assert found.finish_reason == "stop"
 
 
+def test_the_official_client_gets_several_choices_with_log_probabilities(
+    client: openai.OpenAI,
+) -> None:
+    chat: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 6, "seed": 4}
+    chat |= {"n": 2, "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**chat)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 12
+    joined: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**chat, stream=True):
+        for part in chunk.choices:
+            joined[part.index] += (part.logprobs and part.logprobs.content) or []
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert joined[choice.index] == content
+        data = b"".join(bytes(entry.bytes or []) for entry in content)
+        assert data.decode(errors="replace").startswith(choice.message.content or "")
+        assert all(len(entry.top_logprobs) == 3 for entry in content)
+        assert all(entry.logprob <= 0.0 for entry in content)
+
+
+def test_an_echoed_prompt_is_scored_by_the_official_client(client: openai.OpenAI) -> None:
+    done = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=2
+    )
+    (choice,) = done.choices
+    told = choice.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.text_offset is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert choice.text == "".join(told.tokens)
+    assert choice.text.startswith(PROMPT)
+    offsets = [sum(map(len, told.tokens[:i])) for i in range(len(told.tokens))]
+    assert told.text_offset == offsets
+    assert told.token_logprobs[0] is None
+    for token, own, top in zip(
+        told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True
+    ):
+        assert top[token] == own
+        assert own <= max(top.values())
+        assert 2 <= len(top) <= 3
+
+
 def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1.0)
     assert caught.value.param == "temperature"
     assert "-1" in caught.value.message
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=CHAT, n=3)  # type: ignore[arg-type]
+        client.chat.completions.create(model=MODEL, messages=CHAT, n=3, temperature=0)  # type: ignore[arg-type]
     assert caught.value.param == "n"
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[5] * (MAX_LEN + 1))

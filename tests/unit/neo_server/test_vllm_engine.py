@@ -16,13 +16,18 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from neo_server.admission import sampling_of
+from neo_server.sampling import TokenLogprobs
+from neo_server.vllm_logprobs import of_input, of_output
 from neo_server.vllm_request import generate_request
 from protos import smg_common_pb2 as common
 from protos import vllm_engine_pb2 as pb
 from protos import vllm_engine_pb2_grpc as rpc
 from tests.helpers.fake_gpu_worker import generate
+from tests.unit.neo_server.conftest import CONFIG
 from tests.unit.neo_server.test_server_process import Process
 from tests.unit.neo_server.test_tokenizer import byte_level
+
+VOCAB = int(str(CONFIG["vocab_size"]))
 
 # As in lightseekorg/smg, crates/grpc_client/proto/vllm_engine.proto: name, number, type; "?":
 # presence is explicit, "*": repeated.
@@ -190,24 +195,67 @@ def test_what_stopped_it_is_told_unless_it_is_the_models_own_end(client: Client)
 
 def test_unset_means_a_temperature_and_top_p_of_one() -> None:
     message = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(seed=1))
-    found = sampling_of(generate_request(message).sampling_params)
+    found = sampling_of(generate_request(message).sampling_params, VOCAB)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1.0, 1.0, 0, 0.0)
     message.sampling_params.temperature = 0.0
-    assert sampling_of(generate_request(message).sampling_params).temperature == 0.0
+    assert sampling_of(generate_request(message).sampling_params, VOCAB).temperature == 0.0
     assert not generate_request(message).stop_conditions.HasField("max_tokens")
+
+
+def test_what_tokens_are_drawn_by_is_taken_over_and_zero_means_unset() -> None:
+    params = pb.SamplingParams(
+        n=3, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, seed=1
+    )
+    params.logit_bias[7] = 2.0
+    message = pb.GenerateRequest(text="x", sampling_params=params)
+    made = sampling_of(generate_request(message).sampling_params, VOCAB)
+    assert (made.presence_penalty, made.frequency_penalty) == (0.5, -0.5)
+    assert made.repetition_penalty == 1.5
+    assert made.logit_bias == ((7, 2.0),)
+    plain = sampling_of(generate_request(pb.GenerateRequest(text="x")).sampling_params, VOCAB)
+    assert (plain.repetition_penalty, int(plain.features)) == (1.0, 0)
+
+
+def test_log_probabilities_are_asked_for_and_told_in_columns() -> None:
+    params = pb.SamplingParams(logprobs=2, prompt_logprobs=0, truncate_prompt_tokens=9)
+    request = generate_request(pb.GenerateRequest(text="x", sampling_params=params))
+    options = request.response_options
+    assert (options.logprobs, options.prompt_logprobs) == (2, 0)
+    assert request.truncate_prompt_tokens == 9
+    assert not generate_request(pb.GenerateRequest(text="x")).HasField("truncate_prompt_tokens")
+    entries = [TokenLogprobs(4, None, 0, ()), TokenLogprobs(5, -2.0, 3, ((6, -0.5), (7, -1.0)))]
+    output, prompt = of_output(entries[1:]), of_input(entries)
+    assert (list(output.token_ids), list(output.token_logprobs)) == ([5], [-2.0])
+    assert list(output.top_logprobs[0].token_ids) == [6, 7]
+    assert list(output.top_logprobs[0].values) == [-0.5, -1.0]
+    assert [one.HasField("value") for one in prompt.token_logprobs] == [False, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_one_prompt_are_told_apart_by_index(client: Client, stream: bool) -> None:
+    request = request_of([1, 2, 3], 12, seed=7, stream=stream, n=2)
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for response in client.stub.Generate(request, timeout=60.0):
+        if response.WhichOneof("response") == "chunk":
+            found[response.chunk.index].extend(response.chunk.token_ids)
+        elif not stream:
+            found[response.complete.index].extend(response.complete.output_ids)
+    assert found == {i: generate(7 + i, [1, 2, 3], 12) for i in (0, 1)}
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"frequency_penalty": 0.5}, ["frequency_penalty", "0.5"]),
-        ({"presence_penalty": -1.0}, ["presence_penalty", "-1.0"]),
-        ({"repetition_penalty": 1.1}, ["repetition_penalty", "1.1"]),
-        ({"n": 2}, ["n is 2"]),
-        ({"logprobs": 0}, ["logprobs is 0"]),
-        ({"prompt_logprobs": 1}, ["prompt_logprobs is 1"]),
-        ({"logit_bias": {3: 1.0}}, ["logit_bias"]),
-        ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens is 5"]),
+        ({"frequency_penalty": 2.5}, ["frequency_penalty", "2.5"]),
+        ({"presence_penalty": -3.0}, ["presence_penalty", "-3"]),
+        ({"repetition_penalty": -1.1}, ["repetition_penalty", "-1.1"]),
+        ({"n": 200}, ["n is 200"]),
+        ({"n": 2, "temperature": 0.0}, ["n is 2", "temperature"]),
+        ({"logprobs": -1}, ["logprobs is -1"]),
+        ({"prompt_logprobs": 21}, ["prompt_logprobs is 21"]),
+        ({"logit_bias": {-3: 1.0}}, ["logit_bias", "-3"]),
+        ({"logit_bias": {400: 1.0}}, ["logit_bias", "400"]),
+        ({"truncate_prompt_tokens": -5}, ["truncate_prompt_tokens is -5"]),
         ({"json_schema": "{}"}, ["json_schema"]),
         ({"json_object": True}, ["json_object is True"]),
         ({"choice": {"choices": ["a"]}}, ["choice", "a"]),
