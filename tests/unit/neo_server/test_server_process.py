@@ -224,6 +224,8 @@ def test_gpu_only_serves_without_cpu_cache_and_cpu_workers(
     ("fields", "words"),
     [
         ({"text": "x" * 100_000}, ["text", "100000", "max_model_len", "256"]),
+        ({"text": "x" * 5_000_000}, ["text", "5000000", "max_model_len", "256"]),
+        ({"token_ids": pb.TokenIds(ids=[70_000] * 5_000_000)}, ["5000000", "max_model_len"]),
         ({"token_ids": pb.TokenIds(ids=[1] * 300)}, ["300", "max_model_len", "256"]),
     ],
 )
