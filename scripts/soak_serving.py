@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import grpc
 import uvloop
@@ -48,13 +49,13 @@ class Found:
     memory: list[dict[str, float]] = field(default_factory=list)
 
     def growth_mib(self) -> dict[str, float]:
-        """The most of the second half over the most of the first, once warm."""
+        """Median of the second half over that of the first, once warm: peaks come and go."""
         warm = self.memory[int(len(self.memory) * WARM) :]
         first, second = warm[: len(warm) // 2], warm[len(warm) // 2 :]
         if not first:
             return {}
         return {
-            name: round(max(s[name] for s in second) - max(s[name] for s in first), 1)
+            name: round(median(s[name] for s in second) - median(s[name] for s in first), 1)
             for name in warm[-1]
         }
 
