@@ -193,7 +193,8 @@ def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
         os.kill(worker.pid, signal.SIGSTOP)
         stream = process.stub.Generate(request_of([1, 4], 20, seed=3), timeout=120.0)
         next(stream)
-        process.until(lambda: process.health() == NOT_SERVING)
+        process.until(lambda: process.health() == NOT_SERVING)  # before it is given up
+        process.until(lambda: "did not answer a plan" in process.log_path.read_text())
         worker.send_signal(end)
         assert worker.wait(30.0) == (-end if end == signal.SIGKILL else 0)
         process.worker()
