@@ -6,26 +6,12 @@ have is refused by its name, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from neo_server.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 from protos import vllm_engine_pb2 as vllm
 
 _MAX_TOP_K = 2**31 - 1
 _SEEDS = 2**64  # a negative seed is another one than its absolute value
-
-# Fields of the sampling parameters that the engine lacks, and whether they ask for something.
-_LACKING: dict[str, Callable[[vllm.SamplingParams], bool]] = {
-    "frequency_penalty": lambda params: params.frequency_penalty != 0.0,
-    "presence_penalty": lambda params: params.presence_penalty != 0.0,
-    "repetition_penalty": lambda params: params.repetition_penalty not in (0.0, 1.0),
-    "n": lambda params: params.n > 1,
-    "logprobs": lambda params: params.HasField("logprobs"),
-    "prompt_logprobs": lambda params: params.HasField("prompt_logprobs"),
-    "logit_bias": lambda params: bool(params.logit_bias),
-    "truncate_prompt_tokens": lambda params: params.HasField("truncate_prompt_tokens"),
-}
 
 
 def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
@@ -42,7 +28,10 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
             include_stop_str_in_output=params.include_stop_str_in_output,
             ignore_eos=params.ignore_eos,
         ),
+        response_options=_told(params),
     )
+    if params.HasField("truncate_prompt_tokens"):
+        request.truncate_prompt_tokens = params.truncate_prompt_tokens
     if params.HasField("max_tokens"):
         request.stop_conditions.max_tokens = params.max_tokens
     kind = message.WhichOneof("input")
@@ -67,14 +56,33 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         sampling.top_p = params.top_p
     if params.HasField("seed"):
         sampling.seed = params.seed % _SEEDS
+    for name in ("n", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(params, name)) != 0:
+            setattr(sampling, name, value)
+    for token, bias in params.logit_bias.items():
+        if token < 0:
+            raise InvalidRequestError(
+                f"logit_bias token id is {token}; it must be >= 0", "logit_bias"
+            )
+        sampling.logit_bias[token] = bias
     return sampling
+
+
+def _told(params: vllm.SamplingParams) -> pb.ResponseOptions:
+    """Answers have no text, so special tokens count for stop strings only."""
+    options = pb.ResponseOptions(skip_special_tokens=params.skip_special_tokens)
+    for name in ("logprobs", "prompt_logprobs"):
+        if not params.HasField(name):
+            continue
+        value = getattr(params, name)
+        if value < 0:
+            raise InvalidRequestError(f"{name} is {value}; it must be >= 0", name)
+        setattr(options, name, value)
+    return options
 
 
 def _refuse_what_is_lacking(message: vllm.GenerateRequest) -> None:
     params = message.sampling_params
-    for name, asks in _LACKING.items():
-        if asks(params):
-            _refuse(name, getattr(params, name))
     constraint = params.WhichOneof("constraint")
     if constraint is not None and getattr(params, constraint) is not False:
         _refuse(constraint, getattr(params, constraint))

@@ -162,6 +162,28 @@ def test_a_stream_has_deltas_and_its_complete_repeats_the_last(client: Client) -
     assert complete.prompt_tokens == 3
 
 
+def test_several_completions_are_told_apart_by_their_index(client: Client) -> None:
+    for stream in (False, True):
+        answers = client.stub.Generate(request_of([8, 8], 12, seed=40, stream=stream, n=3))
+        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        ends = []
+        for answer in answers:
+            part = answer.chunk if answer.HasField("chunk") else answer.complete
+            if answer.HasField("complete"):
+                ends.append(part.index)
+                found[part.index] += [] if stream else part.output_ids
+            else:
+                found[part.index] += part.token_ids
+        assert sorted(ends) == [0, 1, 2]
+        assert found == {i: generate(40 + i, [8, 8], 12) for i in range(3)}
+
+
+def test_a_prompt_is_cut_to_its_end(client: Client) -> None:
+    _, complete = client.generate(request_of([1, 2, 3, 4, 5], 6, seed=2, truncate_prompt_tokens=2))
+    assert complete.prompt_tokens == 2
+    assert list(complete.output_ids) == generate(2, [4, 5], 6)
+
+
 def test_text_is_tokenised_as_any_prompt_and_a_negative_seed_is_one_of_its_own(
     client: Client,
 ) -> None:
@@ -190,24 +212,27 @@ def test_what_stopped_it_is_told_unless_it_is_the_models_own_end(client: Client)
 
 def test_unset_means_a_temperature_and_top_p_of_one() -> None:
     message = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(seed=1))
-    found = sampling_of(generate_request(message).sampling_params)
+    found = sampling_of(generate_request(message).sampling_params, 400)
+    assert (found.repetition_penalty, found.presence_penalty) == (1.0, 0.0)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1.0, 1.0, 0, 0.0)
     message.sampling_params.temperature = 0.0
-    assert sampling_of(generate_request(message).sampling_params).temperature == 0.0
+    assert sampling_of(generate_request(message).sampling_params, 400).temperature == 0.0
     assert not generate_request(message).stop_conditions.HasField("max_tokens")
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"frequency_penalty": 0.5}, ["frequency_penalty", "0.5"]),
-        ({"presence_penalty": -1.0}, ["presence_penalty", "-1.0"]),
-        ({"repetition_penalty": 1.1}, ["repetition_penalty", "1.1"]),
-        ({"n": 2}, ["n is 2"]),
-        ({"logprobs": 0}, ["logprobs is 0"]),
-        ({"prompt_logprobs": 1}, ["prompt_logprobs is 1"]),
-        ({"logit_bias": {3: 1.0}}, ["logit_bias"]),
-        ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens is 5"]),
+        ({"frequency_penalty": 2.5}, ["frequency_penalty is 2.5"]),
+        ({"presence_penalty": float("nan")}, ["presence_penalty is nan"]),
+        ({"repetition_penalty": -1.0}, ["repetition_penalty is -1"]),
+        ({"n": 129}, ["n is 129"]),
+        ({"n": 2, "temperature": 0.0}, ["n is 2", "temperature"]),
+        ({"logprobs": -1}, ["logprobs is -1"]),
+        ({"prompt_logprobs": 21}, ["prompt_logprobs is 21", "--max-logprobs, 20"]),
+        ({"logit_bias": {-3: 1.0}}, ["logit_bias token id is -3"]),
+        ({"logit_bias": {400: 1.0}}, ["logit_bias token id is 400"]),
+        ({"truncate_prompt_tokens": -2}, ["truncate_prompt_tokens is -2"]),
         ({"json_schema": "{}"}, ["json_schema"]),
         ({"json_object": True}, ["json_object is True"]),
         ({"choice": {"choices": ["a"]}}, ["choice", "a"]),
