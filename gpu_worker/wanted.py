@@ -181,7 +181,7 @@ def _reported(params: Array, lengths: Ints, sampled: Array, features: Array) -> 
     return Reported(at, rows, lengths[rows], params["n_logprobs"][rows].astype(np.int64))
 
 
-def _prompts(rows: PlanColumns, params: Array, bounds: SequenceOf[int]) -> tuple[PromptPart, ...]:
+def _prompts(rows: PlanColumns, params: Array, bounds: Sequence[int]) -> tuple[PromptPart, ...]:
     wants = (params["features"] & Feature.PROMPT_LOGPROBS) != 0
     wants &= (rows.kinds < RowKind.DECODE_GPU) & (rows.starts < params["n_prompt"])
     parts = []

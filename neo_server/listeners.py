@@ -20,7 +20,7 @@ from neo_server.vllm_engine import VllmEngineService
 from protos import control_pb2_grpc, inference_pb2_grpc, vllm_engine_pb2_grpc
 
 _MESSAGE_ROOM = 1 << 20  # bytes of a request beside its prompt
-_LEAST_MESSAGE = 1 << 24  # bytes that one may have in any case: it is then refused by field
+_MIN_MESSAGE = 1 << 24  # bytes that are read of any request, so that its refusal can name a field
 _MORE_RPCS = 256  # beside requests that wait, run or are being read to their end
 _CONTROL_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20))
 # A client that waits for a long prefill hears nothing, so it may ask twice a second whether the
@@ -51,8 +51,7 @@ def control_server(state: ServerState) -> grpc.aio.Server:
 
 def public_server(state: ServerState, health: HealthServicer) -> grpc.aio.Server:
     """``Inference``, ``VllmEngine``, health and reflection."""
-    limit = max(prompt_bytes(state) + _MESSAGE_ROOM, _LEAST_MESSAGE)
-    limit = min(limit, (1 << 31) - 1)
+    limit = min(max(prompt_bytes(state) + _MESSAGE_ROOM, _MIN_MESSAGE), (1 << 31) - 1)
     max_num_seqs = state.resolved.config.scheduler.max_num_seqs
     server = grpc.aio.server(
         options=(

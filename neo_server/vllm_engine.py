@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +18,11 @@ from neo_server.errors import NeoError, to_status
 from neo_server.frontend import Frontend
 from neo_server.info import MODEL_TYPE
 from neo_server.loads import CacheUse, loads_of
-from neo_server.request import Finish, Output, Request, joined
+from neo_server.request import Output, joined
 from neo_server.state import ServerState
 from neo_server.tokenizer_bundle import Bundle, bundle
-from neo_server.vllm_logprobs import of_input, of_output
 from neo_server.vllm_request import generate_request
+from neo_server.vllm_response import chunk_of, complete_of
 from protos import smg_common_pb2 as common
 from protos import vllm_engine_pb2 as pb
 from protos import vllm_engine_pb2_grpc as rpc
@@ -57,53 +58,20 @@ class VllmEngineService(rpc.VllmEngineServicer):
     async def _answer(
         self, request: pb.GenerateRequest, choices: Choices
     ) -> AsyncIterator[pb.GenerateResponse]:
+        """With ``n`` completions their chunks and ends come as they are made."""
+        asked = request.sampling_params.stop_token_ids
+        own_ends = set(self._state.resolved.model.eos_token_ids).difference(asked)
         collected: list[list[Output]] = [[] for _ in choices.served]
-        async for index, output in choices.outputs():
-            served, new = choices.served[index], output.token_ids
-            if request.stream and new:
-                chunk = pb.GenerateStreamChunk(
-                    token_ids=new,
-                    prompt_tokens=served.sequence.num_prompt,
-                    completion_tokens=len(new),
-                    index=index,
-                )
-                _tell(chunk, output)
-                yield pb.GenerateResponse(chunk=chunk)
-            elif not request.stream:
-                collected[index].append(output)
+        async for at, output in choices.outputs():
+            served = choices.served[at]
+            if request.stream:
+                if output.token_ids:
+                    yield chunk_of(served, output)
+            else:
+                collected[at].append(output)
             if output.finish is not None:
-                whole = output if request.stream else joined(collected[index])
-                complete = self._complete(request, served, output.finish, index, whole)
-                yield pb.GenerateResponse(complete=complete)
-
-    def _complete(
-        self,
-        request: pb.GenerateRequest,
-        served: Request,
-        finish: Finish,
-        index: int,
-        output: Output,
-    ) -> pb.GenerateComplete:
-        ids = output.token_ids
-        complete = pb.GenerateComplete(
-            output_ids=ids,
-            finish_reason=finish.reason.name.lower(),
-            prompt_tokens=served.sequence.num_prompt,
-            completion_tokens=len(ids),
-            index=index,
-        )
-        _tell(complete, output)
-        token = finish.stop_token_id
-        if finish.stop_str is not None:
-            complete.matched_stop_str = finish.stop_str
-        elif token is not None and self._was_asked_for(request, token):
-            complete.matched_token_id = token
-        return complete
-
-    def _was_asked_for(self, request: pb.GenerateRequest, token: int) -> bool:
-        """Not just the model's own end of sequence."""
-        own = self._state.resolved.model.eos_token_ids
-        return token in request.sampling_params.stop_token_ids or token not in own
+                whole = replace(output, prompt_logprobs=()) if request.stream else None
+                yield complete_of(served, whole or joined(collected[at]), own_ends)
 
     async def HealthCheck(  # noqa: N802
         self, request: pb.HealthCheckRequest, context: Context
@@ -210,11 +178,3 @@ async def _refuse(context: Context, error: NeoError) -> NoReturn:
     code, message = to_status(error)
     await context.abort(code, message)
     raise AssertionError("abort returned")
-
-
-def _tell(message: pb.GenerateStreamChunk | pb.GenerateComplete, output: Output) -> None:
-    """Adds the log-probabilities that were asked for."""
-    if output.logprobs:
-        message.output_logprobs.CopyFrom(of_output(output.logprobs))
-    if output.prompt_logprobs:
-        message.input_logprobs.CopyFrom(of_input(output.prompt_logprobs))

@@ -11,7 +11,6 @@ from protos import inference_pb2 as pb
 from protos import vllm_engine_pb2 as vllm
 
 _MAX_TOP_K = 2**31 - 1
-_COUNTS = ("logprobs", "prompt_logprobs")
 _SEEDS = 2**64  # a negative seed is another one than its absolute value
 
 
@@ -19,7 +18,6 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
     """Raises ``InvalidRequestError`` for what this server does not do; values are checked later."""
     params = message.sampling_params
     _refuse_what_is_lacking(message)
-    _refuse_negative(params)
     request = pb.GenerateRequest(
         request_id=message.request_id,
         sampling_params=_sampling(params),
@@ -30,10 +28,8 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
             include_stop_str_in_output=params.include_stop_str_in_output,
             ignore_eos=params.ignore_eos,
         ),
+        response_options=_told(params),
     )
-    for name in _COUNTS:
-        if params.HasField(name):
-            setattr(request.response_options, name, getattr(params, name))
     if params.HasField("truncate_prompt_tokens"):
         request.truncate_prompt_tokens = params.truncate_prompt_tokens
     if params.HasField("max_tokens"):
@@ -53,24 +49,36 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         raise InvalidRequestError(
             f"top_k is {params.top_k}; it must be <= {_MAX_TOP_K} (0: all)", "top_k"
         )
-    sampling = pb.SamplingParams(
-        top_k=params.top_k,
-        min_p=params.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        logit_bias=params.logit_bias,
-    )
-    if params.repetition_penalty != 0.0:
-        sampling.repetition_penalty = params.repetition_penalty
-    if params.n != 0:
-        sampling.n = params.n
+    sampling = pb.SamplingParams(top_k=params.top_k, min_p=params.min_p)
     if params.HasField("temperature"):
         sampling.temperature = params.temperature
     if params.top_p != 0.0:
         sampling.top_p = params.top_p
     if params.HasField("seed"):
         sampling.seed = params.seed % _SEEDS
+    for name in ("n", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(params, name)) != 0:
+            setattr(sampling, name, value)
+    for token, bias in params.logit_bias.items():
+        if token < 0:
+            raise InvalidRequestError(
+                f"logit_bias token id is {token}; it must be >= 0", "logit_bias"
+            )
+        sampling.logit_bias[token] = bias
     return sampling
+
+
+def _told(params: vllm.SamplingParams) -> pb.ResponseOptions:
+    """Answers have no text, so special tokens count for stop strings only."""
+    options = pb.ResponseOptions(skip_special_tokens=params.skip_special_tokens)
+    for name in ("logprobs", "prompt_logprobs"):
+        if not params.HasField(name):
+            continue
+        value = getattr(params, name)
+        if value < 0:
+            raise InvalidRequestError(f"{name} is {value}; it must be >= 0", name)
+        setattr(options, name, value)
+    return options
 
 
 def _refuse_what_is_lacking(message: vllm.GenerateRequest) -> None:
@@ -86,16 +94,6 @@ def _refuse_what_is_lacking(message: vllm.GenerateRequest) -> None:
             f"data_parallel_rank is {message.data_parallel_rank}; this server has rank 0 only",
             "data_parallel_rank",
         )
-
-
-def _refuse_negative(params: vllm.SamplingParams) -> None:
-    """What has a sign here and none in protos/inference.proto."""
-    for name in _COUNTS:
-        if getattr(params, name) < 0:
-            raise InvalidRequestError(f"{name} is {getattr(params, name)}; it must be >= 0", name)
-    lowest = min(params.logit_bias, default=0)
-    if lowest < 0:
-        raise InvalidRequestError(f"logit_bias token id is {lowest}; it must be >= 0", "logit_bias")
 
 
 def _refuse(name: str, value: object) -> None:

@@ -193,7 +193,8 @@ def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
         os.kill(worker.pid, signal.SIGSTOP)
         stream = process.stub.Generate(request_of([1, 4], 20, seed=3), timeout=120.0)
         next(stream)
-        process.until(lambda: process.health() == NOT_SERVING)
+        process.until(lambda: process.health() == NOT_SERVING)  # before it is given up
+        process.until(lambda: "did not answer a plan" in process.log_path.read_text())
         worker.send_signal(end)
         assert worker.wait(30.0) == (-end if end == signal.SIGKILL else 0)
         process.worker()
@@ -224,6 +225,8 @@ def test_gpu_only_serves_without_cpu_cache_and_cpu_workers(
     ("fields", "words"),
     [
         ({"text": "x" * 100_000}, ["text", "100000", "max_model_len", "256"]),
+        ({"text": "x" * 5_000_000}, ["text", "5000000", "max_model_len", "256"]),
+        ({"token_ids": pb.TokenIds(ids=[70_000] * 5_000_000)}, ["5000000", "max_model_len"]),
         ({"token_ids": pb.TokenIds(ids=[1] * 300)}, ["300", "max_model_len", "256"]),
     ],
 )

@@ -16,18 +16,13 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from neo_server.admission import sampling_of
-from neo_server.sampling import TokenLogprobs
-from neo_server.vllm_logprobs import of_input, of_output
 from neo_server.vllm_request import generate_request
 from protos import smg_common_pb2 as common
 from protos import vllm_engine_pb2 as pb
 from protos import vllm_engine_pb2_grpc as rpc
 from tests.helpers.fake_gpu_worker import generate
-from tests.unit.neo_server.conftest import CONFIG
 from tests.unit.neo_server.test_server_process import Process
 from tests.unit.neo_server.test_tokenizer import byte_level
-
-VOCAB = int(str(CONFIG["vocab_size"]))
 
 # As in lightseekorg/smg, crates/grpc_client/proto/vllm_engine.proto: name, number, type; "?":
 # presence is explicit, "*": repeated.
@@ -167,6 +162,28 @@ def test_a_stream_has_deltas_and_its_complete_repeats_the_last(client: Client) -
     assert complete.prompt_tokens == 3
 
 
+def test_several_completions_are_told_apart_by_their_index(client: Client) -> None:
+    for stream in (False, True):
+        answers = client.stub.Generate(request_of([8, 8], 12, seed=40, stream=stream, n=3))
+        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        ends = []
+        for answer in answers:
+            part = answer.chunk if answer.HasField("chunk") else answer.complete
+            if answer.HasField("complete"):
+                ends.append(part.index)
+                found[part.index] += [] if stream else part.output_ids
+            else:
+                found[part.index] += part.token_ids
+        assert sorted(ends) == [0, 1, 2]
+        assert found == {i: generate(40 + i, [8, 8], 12) for i in range(3)}
+
+
+def test_a_prompt_is_cut_to_its_end(client: Client) -> None:
+    _, complete = client.generate(request_of([1, 2, 3, 4, 5], 6, seed=2, truncate_prompt_tokens=2))
+    assert complete.prompt_tokens == 2
+    assert list(complete.output_ids) == generate(2, [4, 5], 6)
+
+
 def test_text_is_tokenised_as_any_prompt_and_a_negative_seed_is_one_of_its_own(
     client: Client,
 ) -> None:
@@ -195,67 +212,27 @@ def test_what_stopped_it_is_told_unless_it_is_the_models_own_end(client: Client)
 
 def test_unset_means_a_temperature_and_top_p_of_one() -> None:
     message = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(seed=1))
-    found = sampling_of(generate_request(message).sampling_params, VOCAB)
+    found = sampling_of(generate_request(message).sampling_params, 400)
+    assert (found.repetition_penalty, found.presence_penalty) == (1.0, 0.0)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1.0, 1.0, 0, 0.0)
     message.sampling_params.temperature = 0.0
-    assert sampling_of(generate_request(message).sampling_params, VOCAB).temperature == 0.0
+    assert sampling_of(generate_request(message).sampling_params, 400).temperature == 0.0
     assert not generate_request(message).stop_conditions.HasField("max_tokens")
-
-
-def test_what_tokens_are_drawn_by_is_taken_over_and_zero_means_unset() -> None:
-    params = pb.SamplingParams(
-        n=3, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, seed=1
-    )
-    params.logit_bias[7] = 2.0
-    message = pb.GenerateRequest(text="x", sampling_params=params)
-    made = sampling_of(generate_request(message).sampling_params, VOCAB)
-    assert (made.presence_penalty, made.frequency_penalty) == (0.5, -0.5)
-    assert made.repetition_penalty == 1.5
-    assert made.logit_bias == ((7, 2.0),)
-    plain = sampling_of(generate_request(pb.GenerateRequest(text="x")).sampling_params, VOCAB)
-    assert (plain.repetition_penalty, int(plain.features)) == (1.0, 0)
-
-
-def test_log_probabilities_are_asked_for_and_told_in_columns() -> None:
-    params = pb.SamplingParams(logprobs=2, prompt_logprobs=0, truncate_prompt_tokens=9)
-    request = generate_request(pb.GenerateRequest(text="x", sampling_params=params))
-    options = request.response_options
-    assert (options.logprobs, options.prompt_logprobs) == (2, 0)
-    assert request.truncate_prompt_tokens == 9
-    assert not generate_request(pb.GenerateRequest(text="x")).HasField("truncate_prompt_tokens")
-    entries = [TokenLogprobs(4, None, 0, ()), TokenLogprobs(5, -2.0, 3, ((6, -0.5), (7, -1.0)))]
-    output, prompt = of_output(entries[1:]), of_input(entries)
-    assert (list(output.token_ids), list(output.token_logprobs)) == ([5], [-2.0])
-    assert list(output.top_logprobs[0].token_ids) == [6, 7]
-    assert list(output.top_logprobs[0].values) == [-0.5, -1.0]
-    assert [one.HasField("value") for one in prompt.token_logprobs] == [False, True]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_completions_of_one_prompt_are_told_apart_by_index(client: Client, stream: bool) -> None:
-    request = request_of([1, 2, 3], 12, seed=7, stream=stream, n=2)
-    found: dict[int, list[int]] = {0: [], 1: []}
-    for response in client.stub.Generate(request, timeout=60.0):
-        if response.WhichOneof("response") == "chunk":
-            found[response.chunk.index].extend(response.chunk.token_ids)
-        elif not stream:
-            found[response.complete.index].extend(response.complete.output_ids)
-    assert found == {i: generate(7 + i, [1, 2, 3], 12) for i in (0, 1)}
 
 
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"frequency_penalty": 2.5}, ["frequency_penalty", "2.5"]),
-        ({"presence_penalty": -3.0}, ["presence_penalty", "-3"]),
-        ({"repetition_penalty": -1.1}, ["repetition_penalty", "-1.1"]),
-        ({"n": 200}, ["n is 200"]),
+        ({"frequency_penalty": 2.5}, ["frequency_penalty is 2.5"]),
+        ({"presence_penalty": float("nan")}, ["presence_penalty is nan"]),
+        ({"repetition_penalty": -1.0}, ["repetition_penalty is -1"]),
+        ({"n": 129}, ["n is 129"]),
         ({"n": 2, "temperature": 0.0}, ["n is 2", "temperature"]),
         ({"logprobs": -1}, ["logprobs is -1"]),
-        ({"prompt_logprobs": 21}, ["prompt_logprobs is 21"]),
-        ({"logit_bias": {-3: 1.0}}, ["logit_bias", "-3"]),
-        ({"logit_bias": {400: 1.0}}, ["logit_bias", "400"]),
-        ({"truncate_prompt_tokens": -5}, ["truncate_prompt_tokens is -5"]),
+        ({"prompt_logprobs": 21}, ["prompt_logprobs is 21", "--max-logprobs, 20"]),
+        ({"logit_bias": {-3: 1.0}}, ["logit_bias token id is -3"]),
+        ({"logit_bias": {400: 1.0}}, ["logit_bias token id is 400"]),
+        ({"truncate_prompt_tokens": -2}, ["truncate_prompt_tokens is -2"]),
         ({"json_schema": "{}"}, ["json_schema"]),
         ({"json_object": True}, ["json_object is True"]),
         ({"choice": {"choices": ["a"]}}, ["choice", "a"]),
