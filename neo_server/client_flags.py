@@ -70,6 +70,18 @@ class SamplingFlags:
         int | None,
         Option(help="The same seed, the same answer.", rich_help_panel=_SAMPLING),
     ] = None
+    presence_penalty: Annotated[
+        float | None,
+        Option(help="Of tokens that the answer has.", rich_help_panel=_SAMPLING),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        Option(help="For each time that it has them.", rich_help_panel=_SAMPLING),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Option(help="Above 1: of tokens of prompt or answer.", rich_help_panel=_SAMPLING),
+    ] = None
     max_tokens: Annotated[
         int | None, Option(help="Default: as many as fit.", rich_help_panel=_STOPPING)
     ] = None
