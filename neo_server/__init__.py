@@ -36,7 +36,7 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "Delta": "outputs",
     "RequestOutput": "outputs",
-    "SamplingParams": "sampling",
+    "SamplingParams": "params",
 }
 
 

@@ -13,8 +13,9 @@ from neo_server.choices import Choices
 from neo_server.engine import Engine
 from neo_server.engine_options import engine_options
 from neo_server.errors import ConfigurationError, NeoError, NotReadyError, ShuttingDownError
+from neo_server.frontend import Frontend
+from neo_server.info import loads, model_info, server_info
 from neo_server.launch import resolve
-from neo_server.local_calls import LocalCalls
 from neo_server.outputs import Collector, Delta, RequestOutput
 from neo_server.params import Prompt, SamplingParams, request_of
 from neo_server.server import Server
@@ -42,9 +43,9 @@ class AsyncLLM:
         """
         self._server = Server(*_checked(model, options))
         self._life: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[LocalCalls] | None = None
+        self._opened: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
-        self._calls: LocalCalls | None = None
+        self._state: ServerState | None = None  # while the engine runs
         self._served: set[Choices] = set()
         self._ended = "the engine has not been started"
 
@@ -106,46 +107,48 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; an unknown id is no error."""
-        await self._local().abort(request_id)
+        self._running().serving_engine().abort(request_id)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, as the prompt of a request has them."""
-        return await self._local().frontend.encode(text, add_special_tokens=add_special_tokens)
+        frontend = Frontend(self._running())
+        return await frontend.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the whole."""
-        frontend = self._local().frontend
+        frontend = Frontend(self._running())
         return await frontend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     async def loads(self) -> pb.GetLoadsResponse:
         """Queue lengths, cache occupation, counters."""
-        return await self._local().loads()
+        return loads(self._running())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         """Configuration and workers."""
-        return await self._local().server_info()
+        return server_info(self._running())
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """What a client has to know of the model."""
-        return await self._local().model_info()
+        return model_info(self._running())
 
-    def _local(self) -> LocalCalls:
-        if self._calls is None:
+    def _running(self) -> ServerState:
+        if self._state is None:
             kind = NotReadyError if self._life is None else ShuttingDownError
             raise kind(self._ended)
-        return self._calls
+        return self._state
 
     async def _messages(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, *, whole: bool
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        frontend = self._local().frontend
+        frontend = Frontend(self._running())
         served = await Choices.submit(frontend, [request_of(prompt, params, request_id)])
         self._served.add(served)
         try:
             if whole:
                 await served.over()
-            async for message in responses(served):
-                yield message
+            async with aclosing(responses(served)) as messages:
+                async for message in messages:
+                    yield message
         finally:
             if served in self._served:
                 self._served.remove(served)
@@ -167,13 +170,13 @@ class AsyncLLM:
     async def _hold(self, state: ServerState, engine: Engine) -> None:
         """Until ``close``, or until the engine fails; then nothing touches it any more."""
         assert self._opened is not None
-        self._calls = LocalCalls(state)
-        self._opened.set_result(self._calls)
+        self._state = state
+        self._opened.set_result(None)
         try:
             await self._closing.wait()
         finally:
+            self._state = None
             self._end_requests()
-            self._calls = None
 
     def _end_requests(self) -> None:
         """Before the caches are unmapped; their readers learn of it."""

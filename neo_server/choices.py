@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from neo_server.errors import NeoError
 from neo_server.frontend import Frontend
@@ -45,7 +45,7 @@ class Choices:
         for served in self.served:
             await served.stream.over()
 
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, Output]]:
         """Of all choices until each has ended. A slow reader gets fewer, larger ones."""
         if len(self.served) == 1:
             output = None

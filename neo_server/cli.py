@@ -13,31 +13,42 @@ import uvloop
 from rich.console import Console
 
 from neo_server.bench.commands import app as bench_app
+from neo_server.client_flags import (
+    ChatFlags,
+    GenerateFlags,
+    SamplingFlags,
+    ServerFlags,
+    TopFlags,
+)
+from neo_server.config_file import ConfigFlags
 from neo_server.errors import NeoError
 from neo_server.flags import takes
-from neo_server.launch import Device, Options, resolve
 from neo_server.log import log_to
-from neo_server.options import DEFAULT_CONTROL_PORT, CpuCacheSize
+from neo_server.options import DEFAULT_CONTROL_PORT, PANELS, CpuCacheSize, Device, Options
 from protos import control_pb2, control_pb2_grpc
 from protos.credentials import key_metadata
 
+_SERVE, _USE, _MEASURE = "Serve a model", "Use a running server", "Measure and plan"
 app = typer.Typer(
     name="neo",
     help="LLM inference with part of the KV cache, and its decode attention, on the CPU.",
+    epilog="First `neo serve MODEL` in one terminal, then `neo chat` or `neo top` in another. "
+    "`neo COMMAND --help` has every flag; `neo --install-completion` completes them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", rich_help_panel=_MEASURE)
+_AS_SERVE = "As of `neo serve`."
 _CONTROL = f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
 
 
-@app.command()
-@takes(Options)
-def serve(options: Options) -> None:
-    """Serves a model over gRPC."""
+@app.command(rich_help_panel=_SERVE)
+@takes(Options, ConfigFlags, panels=PANELS)
+def serve(options: Options, _config: ConfigFlags) -> None:
+    """Serves a model over gRPC, and with --http-port over OpenAI's HTTP."""
     from neo_native import NativeError
     from neo_server.banner import print_banner
+    from neo_server.launch import resolve
     from neo_server.server import Server
 
     console = Console(stderr=True)
@@ -51,58 +62,58 @@ def serve(options: Options) -> None:
         _fail(error)
 
 
-@app.command()
-def generate(
-    prompt: Annotated[list[str], typer.Argument(help="Prompts; '-' reads one from stdin.")],
-    server: Annotated[str, typer.Option(help="HOST:PORT")] = "127.0.0.1:50051",
-    chat: Annotated[bool, typer.Option(help="Apply the chat template of the model.")] = False,
-    max_tokens: int | None = None,
-    min_tokens: int = 0,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    stop: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
-    ignore_eos: bool = False,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="NEO_API_KEY", help="The server's, where it has one.")
-    ] = None,
-) -> None:
+@app.command(rich_help_panel=_USE)
+@takes(GenerateFlags, SamplingFlags, ServerFlags)
+def generate(flags: GenerateFlags, sampling: SamplingFlags, server: ServerFlags) -> None:
     """Streams completions of one or more prompts to the terminal."""
-    from neo_server.client import Client
-    from neo_server.params import SamplingParams
     from neo_server.terminal import print_answers
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
-    texts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    texts = [sys.stdin.read() if text == "-" else text for text in flags.prompt]
     try:
-        with Client(server, api_key=api_key) as client:
-            print_answers(client, texts, params, chat=chat)
+        with server.client() as client:
+            print_answers(client, texts, sampling.params(), chat=flags.chat)
     except NeoError as error:
         _fail(error)
 
 
-@app.command("gpu-worker")
+@app.command(rich_help_panel=_USE)
+@takes(ChatFlags, SamplingFlags, ServerFlags)
+def chat(flags: ChatFlags, sampling: SamplingFlags, server: ServerFlags) -> None:
+    """A conversation with the model, with tokens per second and placement of every answer."""
+    from neo_server.chat import chat as run
+
+    try:
+        with server.client() as client:
+            run(client, sampling.params(), flags.system)
+    except NeoError as error:
+        _fail(error)
+
+
+@app.command(rich_help_panel=_USE)
+@takes(TopFlags, ServerFlags)
+def top(flags: TopFlags, server: ServerFlags) -> None:
+    """A live view: requests, GPU and CPU decodes, both caches, workers. Ctrl-C ends it."""
+    from neo_server.top import top as run
+
+    try:
+        with server.client(timeout_s=10.0) as client:
+            run(client, flags.interval, once=flags.once)
+    except NeoError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command("gpu-worker", rich_help_panel=_SERVE)
 def gpu_worker(
     server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
-    rank: int = 0,
+    rank: Annotated[int, typer.Option(help="Of the GPU; there is one, 0.")] = 0,
 ) -> None:
     """Starts a gpu worker by hand."""
     _become("gpu_worker", server, "--rank", str(rank))
 
 
-@app.command("cpu-attn-worker")
+@app.command("cpu-attn-worker", rich_help_panel=_SERVE)
 def cpu_attn_worker(
     server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
     threads: Annotated[int | None, typer.Option(help="Default: as the server says.")] = None,
@@ -117,7 +128,7 @@ def cpu_attn_worker(
     _become("cpu_attn_worker", server, *more)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVE)
 def scale(
     cpu_attn_workers: Annotated[int, typer.Option(help="How many the server runs.", min=0)],
     server: Annotated[str, typer.Option(help="HOST:PORT of the control service.")] = _CONTROL,
@@ -136,17 +147,18 @@ def scale(
     typer.echo(f"cpu-attention workers: {reply.previous} -> {cpu_attn_workers}")
 
 
-@app.command()
+@app.command(rich_help_panel=_MEASURE)
 def profile(
     model: Annotated[str, typer.Argument(help="Local Hugging Face directory, or hub id.")],
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    cpu_attn_workers: int | None = None,
+    cpu_attn_workers: Annotated[int | None, typer.Option(help=_AS_SERVE)] = None,
     kv_offloading_size: CpuCacheSize = None,
-    max_model_len: int | None = None,
+    max_model_len: Annotated[int | None, typer.Option(help=_AS_SERVE)] = None,
     output: Annotated[Path | None, typer.Option(help="Gets the table as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
 ) -> None:
     """Prints what each stage costs on this machine: the table that the scheduler plans with."""
+    from neo_server.launch import resolve
     from neo_server.profile_report import measure, print_table
     from neo_server.profile_report import plot as draw
 
@@ -171,23 +183,23 @@ def profile(
         draw(table, plot)
 
 
-@app.command()
+@app.command(rich_help_panel=_MEASURE)
 def simulate(
     hardware: Annotated[str, typer.Option(help="A built-in profile, or a JSON file.")],
     model: Annotated[str, typer.Option(help="llama-2-7b, llama-3.1-8b or llama-3.1-70b.")],
     policy: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Azure CSV or OSC JSON.")] = None,
-    input_len: int = 1000,
-    output_len: int = 200,
-    num_requests: int = 200,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1000,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 200,
+    num_requests: Annotated[int, typer.Option(help="Of a trace the first that fit.")] = 200,
     request_rate: Annotated[float | None, typer.Option(help="Per second. Default: all.")] = None,
     gpu_tokens: Annotated[int | None, typer.Option(help="Of GPU-cache. Default: fits.")] = None,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    max_model_len: int = 8192,
-    enable_chunked_prefill: bool = True,
-    tpot_slo_ms: float | None = None,
-    ttft_slo_ms: float | None = None,
+    max_num_seqs: Annotated[int, typer.Option(help=_AS_SERVE)] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help=_AS_SERVE)] = 2048,
+    max_model_len: Annotated[int, typer.Option(help=_AS_SERVE)] = 8192,
+    enable_chunked_prefill: Annotated[bool, typer.Option(help=_AS_SERVE)] = True,
+    tpot_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
+    ttft_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
     cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the profile's.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
 ) -> None:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 
 def takes(
     *kinds: type[Any],
     without: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    panels: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the fields of dataclasses as parameters; it gets one object of each.
 
     ``without``: fields that stay at their default and are no flag. ``defaults``: other defaults for
-    this command. Typer reads the signature.
+    this command. ``panels``: fields by the panel of the help that shows them; their flags are
+    ``Annotated``. Typer reads the signature.
     """
     given = dict(defaults or {})
+    panel_of = {name: panel for panel, names in (panels or {}).items() for name in names}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -33,13 +37,13 @@ def takes(
             for field in fields(kind):
                 if field.name in without:
                     continue
-                hints[field.name] = found[field.name]
+                hint = hints[field.name] = _shown_in(panel_of.get(field.name), found[field.name])
                 default = given.get(field.name, field.default)
                 parameters.append(
                     inspect.Parameter(
                         field.name,
                         inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                        annotation=found[field.name],
+                        annotation=hint,
                         default=inspect.Parameter.empty if default is MISSING else default,
                     )
                 )
@@ -48,6 +52,16 @@ def takes(
         return wrapper
 
     return decorate
+
+
+def _shown_in(panel: str | None, hint: Any) -> Any:
+    if panel is None:
+        return hint
+    kind, *extras = get_args(hint)
+    shown = [copy(one) for one in extras]
+    for one in shown:
+        one.rich_help_panel = panel
+    return Annotated[(kind, *shown)]
 
 
 def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:

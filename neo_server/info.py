@@ -55,7 +55,10 @@ def server_info(state: ServerState) -> pb.GetServerInfoResponse:
 def _workers(state: ServerState) -> list[pb.WorkerInfo]:
     workers = []
     if state.gpu.is_ready:
-        workers.append(pb.WorkerInfo(kind=pb.WorkerInfo.KIND_GPU, row=0, pid=state.gpu.pid))
+        busy_s = state.engine.scheduler.metrics.device_s if state.engine else 0.0
+        workers.append(
+            pb.WorkerInfo(kind=pb.WorkerInfo.KIND_GPU, row=0, pid=state.gpu.pid, busy_s=busy_s)
+        )
     for entry in state.memory.workers():
         workers.append(
             pb.WorkerInfo(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
 from neo_native import cores, make_geometry, segment_bytes, segments
@@ -234,6 +233,8 @@ def model_directory(model: str, load_format: LoadFormat = "auto") -> Path:
     dummy = load_format == "dummy"
     if dummy and (found := architectures.find(model)) is not None:
         return found
+    from huggingface_hub import snapshot_download  # slow to import
+
     files = ["*.json", "*.jinja"] if dummy else ["*.json", "*.jinja", "*.safetensors"]
     try:
         return Path(snapshot_download(model, allow_patterns=files))

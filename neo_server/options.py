@@ -17,12 +17,35 @@ LoadFormat = Literal["auto", "dummy"]
 KernelBackend = Literal["auto", "torch", "triton"]
 LogFormat = Literal["text", "json"]
 DEFAULT_CONTROL_PORT = 50052
-# Options that are for clients of a server.
-PUBLIC = (
-    *("host", "port", "http_host", "http_port", "address_file", "served_model_name", "api_key"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout", "log_stats_interval"),
-    *("uds", "ssl_certfile", "ssl_keyfile", "log_format"),
-)
+# How `neo serve --help` groups them.
+PANELS = {
+    "Clients": (
+        *("host", "port", "http_port", "http_host", "api_key", "served_model_name"),
+        *("max_num_queued_reqs", "max_num_queued_tokens", "shutdown_timeout", "address_file"),
+        *("uds", "ssl_certfile", "ssl_keyfile"),
+    ),
+    "Logs": ("log_stats_interval", "log_format"),
+    "Model": (
+        *("max_model_len", "dtype", "load_format", "skip_tokenizer_init", "max_logprobs", "seed"),
+    ),
+    "Scheduling": (
+        *("scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
+        *("tpot_slo_ms", "ttft_slo_ms", "max_skipped_iterations", "profile", "profile_dir"),
+    ),
+    "GPU and GPU-cache": (
+        *("device", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
+        *("block_size", "kernel_backend", "enforce_eager"),
+    ),
+    "CPU-cache and CPU attention": (
+        *("kv_offloading_size", "cpu_kv_cache_dtype", "cpu_kv_page_size", "cpu_attn_workers"),
+        *("cpu_attn_threads", "reserved_cores", "shm_dir"),
+    ),
+    "Worker processes": (
+        *("control_host", "control_port", "spawn_gpu_worker", "spawn_cpu_attn_workers"),
+        "plan_timeout",
+    ),
+}
+PUBLIC = (*PANELS["Clients"], *PANELS["Logs"])  # what no command but `neo serve` has
 CpuCacheSize = Annotated[
     float | None,
     Option(
@@ -48,7 +71,7 @@ class Options:
         str,
         Option(help="Of gRPC; unix:///path: a Unix domain socket, and --port counts for nothing."),
     ] = "127.0.0.1"
-    port: Annotated[int, Option(help="0: any free port.")] = 50051
+    port: Annotated[int, Option(help="Of gRPC; 0: any free port.")] = 50051
     http_port: Annotated[
         int | None, Option(help="Of the OpenAI API; 0: any free port. Default: no HTTP.")
     ] = None
@@ -63,17 +86,25 @@ class Options:
         Path | None, Option(help="PEM; gRPC and HTTP are encrypted. Needs --ssl-keyfile.")
     ] = None
     ssl_keyfile: Annotated[Path | None, Option(help="PEM, without a password.")] = None
-    control_host: Annotated[str, Option(help="For workers.")] = "127.0.0.1"
+    control_host: Annotated[str, Option(help="Where workers register.")] = "127.0.0.1"
     control_port: Annotated[int, Option(help="0: any free port.")] = DEFAULT_CONTROL_PORT
     address_file: Annotated[
         Path | None,
         Option(help="Gets 'HOST:PORT CONTROL_HOST:PORT [HTTP_HOST:PORT]' when ready."),
     ] = None
-    served_model_name: str | None = None
-    max_model_len: Annotated[int | None, Option(help="Tokens.")] = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: Annotated[int | None, Option(help="Tokens of one iteration.")] = None
-    enable_chunked_prefill: bool = True
+    served_model_name: Annotated[
+        str | None, Option(help="What clients call it. Default: MODEL as given.")
+    ] = None
+    max_model_len: Annotated[
+        int | None, Option(help="Tokens of prompt and answer. Default: the model's.")
+    ] = None
+    max_num_seqs: Annotated[
+        int | None, Option(help="Sequences that run at once. Default: 256.")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Option(help="Tokens of one iteration. Default: 2048.")
+    ] = None
+    enable_chunked_prefill: Annotated[bool, Option(help="Spread a prompt over iterations.")] = True
     tpot_slo_ms: Annotated[
         float | None, Option(help="Target for an iteration, kept where chunk sizes allow.")
     ] = None
@@ -106,14 +137,25 @@ class Options:
         bool, Option(help="Prompts and outputs are token ids; no tokenizer is needed.")
     ] = False
     block_size: Annotated[int, Option(help="Tokens of a GPU block.")] = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: Annotated[int | None, Option(help="Of the GPU-cache.")] = None
-    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: Annotated[
+        int | None, Option(help="Size of the GPU-cache in blocks.")
+    ] = None
+    kv_cache_memory_bytes: Annotated[int | None, Option(help="Size of the GPU-cache in bytes.")] = (
+        None
+    )
+    gpu_memory_utilization: Annotated[
+        float, Option(help="Share of the GPU's memory for weights and GPU-cache.")
+    ] = 0.9
     kv_offloading_size: CpuCacheSize = None
     cpu_kv_page_size: Annotated[int, Option(help="Tokens of a CPU page.")] = 64
     cpu_kv_cache_dtype: Annotated[KvCacheDType, Option(help="auto: --dtype.")] = KvCacheDType.AUTO
-    dtype: DTypeChoice = "auto"
-    device: Device = "auto"
+    dtype: Annotated[
+        DTypeChoice,
+        Option(help="Of weights and activations. auto: the checkpoint's; on the CPU float32."),
+    ] = "auto"
+    device: Annotated[
+        Device, Option(help="Where the gpu worker runs. auto: CUDA if there is one.")
+    ] = "auto"
     load_format: Annotated[LoadFormat, Option(help="dummy: random weights.")] = "auto"
     kernel_backend: Annotated[
         KernelBackend, Option(help="auto: Triton where the device has what it needs.")

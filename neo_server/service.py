@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -34,8 +35,9 @@ class InferenceService(rpc.InferenceServicer):
         except NeoError as error:
             await _refuse(context, error)
         try:
-            async for message in responses(choices):
-                await context.write(message)
+            async with aclosing(responses(choices)) as messages:
+                async for message in messages:
+                    await context.write(message)
         except NeoError as error:
             await _refuse(context, error)
         finally:
@@ -85,14 +87,15 @@ class InferenceService(rpc.InferenceServicer):
         return loads(self._state)
 
 
-async def responses(choices: Choices) -> AsyncIterator[pb.GenerateResponse]:
+async def responses(choices: Choices) -> AsyncGenerator[pb.GenerateResponse]:
     """What ``Generate`` sends; a slow reader gets fewer, larger deltas. Raises ``NeoError``."""
     first = choices.served[0]
     prompt_info = pb.PromptInfo(num_prompt_tokens=first.sequence.num_prompt)
     yield pb.GenerateResponse(request_id=first.request_id, prompt_info=prompt_info)
-    async for index, output in choices.outputs():
-        for response in _responses(choices.served[index], output):
-            yield response
+    async with aclosing(choices.outputs()) as outputs:
+        async for index, output in outputs:
+            for response in _responses(choices.served[index], output):
+                yield response
 
 
 def _responses(served: Request, output: Output) -> Iterator[pb.GenerateResponse]:

@@ -16,11 +16,11 @@ from neo_server.bench.serve import ServeFlags
 from neo_server.bench.serve import run as run_serve
 from neo_server.bench.throughput import ThroughputFlags
 from neo_server.bench.throughput import run as run_throughput
+from neo_server.client_flags import ServerFlags
 from neo_server.errors import NeoError
 from neo_server.flags import takes
-from neo_server.launch import Options
 from neo_server.log import log_to
-from neo_server.options import PUBLIC
+from neo_server.options import PANELS, PUBLIC, Options
 
 app = typer.Typer(
     help="Measures the engine with its worker processes, or a server that runs.",
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 
 
 @app.command()
-@takes(Options, ThroughputFlags, without=PUBLIC, defaults=_DEFAULTS)
+@takes(Options, ThroughputFlags, without=PUBLIC, defaults=_DEFAULTS, panels=PANELS)
 def throughput(options: Options, flags: ThroughputFlags) -> None:
     """All requests at once: requests and tokens per second, one line for each policy."""
     _run(lambda console: run_throughput(options, flags, console))
@@ -42,6 +42,7 @@ def throughput(options: Options, flags: ThroughputFlags) -> None:
     LatencyFlags,
     without=PUBLIC,
     defaults=_DEFAULTS | {"scheduling_policy": "gpu-only"},
+    panels=PANELS,
 )
 def latency(options: Options, flags: LatencyFlags) -> None:
     """One batch: seconds of a decode iteration and of the prefill, beside the device's roofline."""
@@ -49,10 +50,10 @@ def latency(options: Options, flags: LatencyFlags) -> None:
 
 
 @app.command()
-@takes(ServeFlags)
-def serve(flags: ServeFlags) -> None:
+@takes(ServeFlags, ServerFlags)
+def serve(flags: ServeFlags, server: ServerFlags) -> None:
     """A server that runs, over gRPC or OpenAI's HTTP: latencies and throughput of its clients."""
-    _run(lambda console: run_serve(flags, Console(), console))
+    _run(lambda console: run_serve(flags, server, Console(), console))
 
 
 def _run(work: Callable[[Console], None]) -> None:

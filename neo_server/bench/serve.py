@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +20,7 @@ from neo_server.bench.serve_figures import details, figures, print_figures
 from neo_server.bench.serve_jobs import Job, jsonl_jobs, random_jobs, send_times
 from neo_server.bench.serve_record import Record
 from neo_server.bench.serve_targets import GrpcTarget, HttpTarget, Target
+from neo_server.client_flags import ServerFlags
 from neo_server.errors import ConfigurationError, NeoError
 from neo_server.progress import progress
 
@@ -34,13 +35,9 @@ class ServeFlags:
         Literal["grpc", "openai", "openai-chat"],
         Option(help="NEO's gRPC, or OpenAI's completions or chat completions over HTTP."),
     ] = "grpc"
-    server: Annotated[str, Option(help="HOST:PORT, for grpc.")] = "127.0.0.1:50051"
     base_url: Annotated[str, Option(help="For openai and openai-chat, without /v1.")] = (
         "http://127.0.0.1:8000"
     )
-    api_key: Annotated[
-        str | None, Option(envvar="NEO_API_KEY", help="The server's, where it has one.")
-    ] = field(default=None, repr=False)
     dataset_name: Annotated[
         Literal["random", "trace", "jsonl"],
         Option(
@@ -125,10 +122,10 @@ class ServeFlags:
     ] = None
 
 
-def run(flags: ServeFlags, out: Console, console: Console) -> None:
+def run(flags: ServeFlags, server: ServerFlags, out: Console, console: Console) -> None:
     """Prints the figures to ``out``, progress to ``console``. Raises ``NeoError``."""
     percentiles = _check(flags)
-    line = uvloop.run(_run(flags, percentiles, console))
+    line = uvloop.run(_run(flags, server, percentiles, console))
     print_figures(out, line, percentiles)
     if flags.save_result or flags.save_detailed:
         path = _save(flags, line)
@@ -161,8 +158,10 @@ def _check(flags: ServeFlags) -> list[float]:
     return percentiles
 
 
-async def _run(flags: ServeFlags, percentiles: Sequence[float], console: Console) -> dict[str, Any]:
-    async with _target(flags) as target:
+async def _run(
+    flags: ServeFlags, server: ServerFlags, percentiles: Sequence[float], console: Console
+) -> dict[str, Any]:
+    async with _target(flags, server) as target:
         jobs = _jobs(flags, target)
         for _ in range(flags.num_warmups):
             await _send(target, jobs[0], Record(), flags)
@@ -186,10 +185,11 @@ async def _run(flags: ServeFlags, percentiles: Sequence[float], console: Console
         return line | (details(records) if flags.save_detailed else {})
 
 
-def _target(flags: ServeFlags) -> Target:
+def _target(flags: ServeFlags, server: ServerFlags) -> Target:
     if flags.backend == "grpc":
-        return GrpcTarget(flags.server, flags.api_key)
-    return HttpTarget(flags.base_url, flags.api_key, chat=flags.backend == "openai-chat")
+        return GrpcTarget(server.server, server.api_key, server.credentials())
+    chat = flags.backend == "openai-chat"
+    return HttpTarget(flags.base_url, server.api_key, server.ssl_ca_certs, chat=chat)
 
 
 def _jobs(flags: ServeFlags, target: Target) -> list[Job]:

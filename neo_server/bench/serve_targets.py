@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import grpc
 import httpx
 
 from neo_server.bench.serve_jobs import Job
@@ -47,8 +49,13 @@ class Target(Protocol):
 class GrpcTarget:
     """``neo.v1.Inference``."""
 
-    def __init__(self, server: str, api_key: str | None) -> None:
-        self._client = AsyncClient(server, api_key=api_key)
+    def __init__(
+        self,
+        server: str,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._client = AsyncClient(server, api_key=api_key, credentials=credentials)
         self.model = ""
         self.max_model_len = 0
         self.vocab_size: int | None = None
@@ -86,10 +93,16 @@ class GrpcTarget:
 class HttpTarget:
     """``/v1/completions``, or ``/v1/chat/completions`` with the prompt as one user's message."""
 
-    def __init__(self, base_url: str, api_key: str | None, *, chat: bool) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None, ca_certs: Path | None, *, chat: bool
+    ) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.AsyncClient(
-            base_url=base_url.rstrip("/"), headers=headers, timeout=None, limits=_NO_LIMITS
+            base_url=base_url.rstrip("/"),
+            headers=headers,
+            timeout=None,
+            limits=_NO_LIMITS,
+            verify=True if ca_certs is None else ssl.create_default_context(cafile=ca_certs),
         )
         self._chat = chat
         self.model = ""

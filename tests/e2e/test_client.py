@@ -66,6 +66,18 @@ def test_a_conversation_is_answered_in_the_models_template(client: Client) -> No
     assert {worker.kind for worker in client.server_info().workers} == {1, 2}
 
 
+def test_several_completions_come_as_they_are_made(client: Client) -> None:
+    params = SamplingParams(n=2, seed=7, max_tokens=6, ignore_eos=True, logprobs=0)
+    whole = client.generate(PROMPT, params)
+    texts, logprobs = ["", ""], [0, 0]
+    for delta in client.stream(PROMPT, params):
+        texts[delta.index] += delta.text
+        logprobs[delta.index] += len(delta.logprobs)
+    assert [output.text for output in whole.outputs] == texts
+    assert texts[0] != texts[1]
+    assert logprobs == [6, 6]
+
+
 def test_closing_a_stream_ends_the_request(client: Client) -> None:
     stream = client.stream(PROMPT, LONG, request_id="mine")
     next(stream)

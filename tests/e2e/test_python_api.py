@@ -96,6 +96,22 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
         llm.generate(PROMPT, each)
 
 
+def test_several_completions_with_log_probabilities(llm: LLM) -> None:
+    params = SamplingParams(
+        n=3, seed=7, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    (output,) = llm.generate(PROMPT, params)
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    assert len({one.token_ids for one in output.outputs}) > 1
+    assert len(output.prompt_logprobs) == output.num_prompt_tokens
+    for one in output.outputs:
+        assert [entry.token_id for entry in one.logprobs] == list(one.token_ids)
+        assert all(len(entry.top) == 2 for entry in one.logprobs)
+    (again,) = llm.generate(PROMPT, params)
+    assert [one.token_ids for one in again.outputs] == [one.token_ids for one in output.outputs]
+    assert llm.loads().num_running_reqs == 0
+
+
 def test_a_conversation_is_answered_in_the_models_template(llm: LLM) -> None:
     (one,) = llm.chat(TURN, GREEDY)
     several = llm.chat([TURN, TURN], GREEDY)

@@ -3,14 +3,16 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from neo_server.bench.commands import app as bench_app
 from neo_server.cli import app
 from neo_server.flags import takes
-from neo_server.options import Options
+from neo_server.options import PANELS, Options
 
 RUNNER = CliRunner()
 
@@ -85,6 +87,39 @@ def test_commands_for_workers_find_the_control_port_that_serve_takes(command: st
     server = inspect.signature(found.callback).parameters["server"]
     assert server.default == f"127.0.0.1:{Options(model='').control_port}"
     assert Options(model="").control_port == 50052
+
+
+def commands() -> list[tuple[str, Any]]:
+    group: Any = typer.main.get_command(app)
+    found = []
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", {name: command})
+        found.extend(inner.items())
+    return found
+
+
+@pytest.mark.parametrize(("name", "command"), commands())
+def test_every_command_and_flag_says_what_it_is(name: str, command: Any) -> None:
+    assert command.help
+    for param in command.params:
+        assert param.help, f"{name} {param.name}"
+
+
+def test_every_flag_of_the_engine_has_its_panel() -> None:
+    placed = [name for names in PANELS.values() for name in names]
+    assert sorted([*placed, "model"]) == sorted(field.name for field in fields(Options))
+    text = RUNNER.invoke(app, ["serve", "--help"]).output
+    for panel in PANELS:
+        assert f"─ {panel} ─" in text
+    assert "[default: 50051]" in text.replace("\n", "")
+
+
+def test_a_shell_completes_commands_and_flags() -> None:
+    for words, expected in (("neo be", "bench"), ("neo serve --max-model", "--max-model-len")):
+        environment = {"_NEO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}
+        environment["COMP_CWORD"] = str(len(words.split()) - 1)
+        result = RUNNER.invoke(app, env=environment, prog_name="neo")
+        assert expected in result.output.split()
 
 
 def test_an_unreachable_server_is_an_error_and_no_traceback() -> None:

@@ -24,17 +24,18 @@ def test_zero_is_not_unset() -> None:
 
 def test_every_parameter_has_its_field_in_the_contract() -> None:
     values: dict[str, Any] = {field.name: 1 for field in fields(SamplingParams)}
-    values |= {"stop": ("x", "y"), "stop_token_ids": [7]}
-    for name in ("include_stop_str_in_output", "ignore_eos"):
+    values |= {"stop": ["x", "y"], "stop_token_ids": [7], "logit_bias": {3: 0.5}}
+    for name in ("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens"):
         values[name] = True
     message = SamplingParams(**values).message()
-    homes = (message, message.sampling_params, message.stop_conditions)
+    homes = (
+        *(message, message.sampling_params, message.stop_conditions),
+        message.response_options,
+    )
     for name, value in values.items():
         (home,) = [one for one in homes if name in one.DESCRIPTOR.fields_by_name]
         found = getattr(home, name)
-        assert (list(found) if isinstance(value, tuple | list) else found) == (
-            list(value) if isinstance(value, tuple) else value
-        )
+        assert type(value)(found) == value, name
 
 
 def test_one_stop_string_is_not_a_list_of_letters() -> None:
@@ -51,6 +52,11 @@ def test_one_stop_string_is_not_a_list_of_letters() -> None:
         ({"stop": ["a", 3]}, "stop"),
         ({"top_k": 1.5}, "top_k"),
         ({"stop": "\ud800"}, "stop"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": 1.0}, "logit_bias"),
+        ({"n": "two"}, "n"),
+        ({"echo": [1]}, "echo"),
     ],
 )
 def test_what_a_field_cannot_hold_is_refused_by_name(params: dict[str, Any], param: str) -> None:

@@ -13,6 +13,7 @@ from neo_server.bench.serve import ServeFlags, run
 from neo_server.bench.serve_figures import details, figures, print_figures
 from neo_server.bench.serve_jobs import Job, jsonl_jobs, random_jobs, send_times
 from neo_server.bench.serve_record import Record
+from neo_server.client_flags import ServerFlags
 from neo_server.errors import ConfigurationError, NeoError, UnavailableError
 
 RECORDS = [
@@ -151,12 +152,12 @@ def test_random_prompts_are_of_the_seed() -> None:
 )
 def test_flags_that_cannot_be_are_refused_by_name(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        run(ServeFlags(**flags), Console(), Console())
+        run(ServeFlags(**flags), ServerFlags(), Console(), Console())
 
 
 @pytest.mark.parametrize("backend", ["grpc", "openai"])
 def test_a_server_that_is_not_there_is_an_error_of_ours(backend: str) -> None:
-    flags = ServeFlags(backend=backend, server="127.0.0.1:1", base_url="http://127.0.0.1:1")
+    flags = ServeFlags(backend=backend, base_url="http://127.0.0.1:1")
     with pytest.raises(UnavailableError) as caught:
-        run(flags, Console(), Console())
+        run(flags, ServerFlags("127.0.0.1:1"), Console(), Console())
     assert isinstance(caught.value, NeoError)
