@@ -30,7 +30,7 @@ SETTINGS = {
     "NEO_KV_OFFLOADING_SIZE": "0.1",
     # The policy mixes GPU- and CPU-requests and pipelines, whatever it costs.
     "NEO_ARGS": "--scheduling-policy mixed --max-model-len 256 --max-num-seqs 8 "
-    "--num-gpu-blocks-override 64 --cpu-attn-threads 1",
+    "--num-gpu-blocks-override 64 --cpu-attn-threads 1 --plan-timeout 15",
 }
 REQUESTS = [request_of(prompt, 24) for prompt in PROMPTS[:8]]
 LONG = [request_of(prompt, 150) for prompt in PROMPTS[:4]]
@@ -151,6 +151,25 @@ def test_streams_go_on_when_the_gpu_worker_is_killed(
         kill(project.containers("gpu-worker")[0])
         results = [one.result() for one in running]
     assert [result.token_ids for result in results] == long_expected
+    project.wait_until_serving()
+    project.assert_caches_end_empty()
+
+
+def test_a_gpu_worker_that_was_paused_too_long_leaves_and_its_successor_goes_on(
+    project: Project, long_expected: list[list[int]]
+) -> None:
+    worker = project.containers("gpu-worker")[0]
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        running = [pool.submit(project.generate, request) for request in LONG]
+        project.wait_until(f"loads.num_running_reqs == {len(LONG)}")
+        docker("pause", worker["Id"])
+        while project.health() == health_pb2.HealthCheckResponse.SERVING:
+            assert not any(one.done() for one in running)
+        project.wait_for_text("is no child of this server")
+        docker("unpause", worker["Id"])
+        results = [one.result() for one in running]
+    assert [result.token_ids for result in results] == long_expected
+    assert project.containers("gpu-worker")[0]["RestartCount"] > worker["RestartCount"]
     project.wait_until_serving()
     project.assert_caches_end_empty()
 

@@ -119,6 +119,14 @@ class Project(RunningServer):
                 raise AssertionError(f"{service}: not healthy in {timeout_s} s: {states}")
             time.sleep(1.0)
 
+    def wait_for_text(self, text: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        """Waits for ``text`` among the latest lines of the services' logs."""
+        deadline = time.monotonic() + timeout_s
+        while text not in (log := self.log()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not printed within {timeout_s} s: {text}\n{log}")
+            time.sleep(0.5)
+
     def wait_for_workers(self, count: int, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Waits until so many cpu-attention workers are registered."""
         kind = "pb.WorkerInfo.KIND_CPU_ATTN"
