@@ -24,7 +24,7 @@ from tests.helpers.server import REPO, Generation, RunningServer
 
 START_TIMEOUT_S = 900.0  # of containers whose images are there
 BUILD_TIMEOUT_S = 3600.0
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 300.0
 LABEL = "label=com.docker.compose.project="
 
 
