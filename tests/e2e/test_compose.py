@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.helpers.server import request_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(BUILD_TIMEOUT_S)]
 SHM = Path("/dev/shm")
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 KINDS = 7  # segments of an instance
 SETTINGS = {
     "NEO_CPU_ATTN_WORKERS": "2",
@@ -30,7 +32,7 @@ SETTINGS = {
     "NEO_KV_OFFLOADING_SIZE": "0.1",
     # The policy mixes GPU- and CPU-requests and pipelines, whatever it costs.
     "NEO_ARGS": "--scheduling-policy mixed --max-model-len 256 --max-num-seqs 8 "
-    "--num-gpu-blocks-override 64 --cpu-attn-threads 1",
+    "--num-gpu-blocks-override 64 --cpu-attn-threads 1 --plan-timeout 15",
 }
 REQUESTS = [request_of(prompt, 24) for prompt in PROMPTS[:8]]
 LONG = [request_of(prompt, 150) for prompt in PROMPTS[:4]]
@@ -75,6 +77,13 @@ def kill(container: dict[str, object]) -> None:
         docker("start", str(container["Id"]))
 
 
+def wait_for_results(project: Project, results: Sequence[object], count: int) -> None:
+    """Until so many requests are over; the server says meanwhile that it serves, if it answers."""
+    while len(results) < count:
+        assert project.health() != NOT_SERVING
+        time.sleep(0.2)
+
+
 def test_it_is_healthy_and_serves_over_grpc_and_http(
     project: Project, expected: list[list[int]]
 ) -> None:
@@ -104,9 +113,7 @@ def test_workers_are_scaled_while_requests_run(project: Project, expected: list[
             before = len(results)
             project.up(count)
             project.wait_for_workers(count)
-            project.wait_until(f"loads.num_output_tokens >= {project.loads().num_output_tokens}")
-            while len(results) < before + 4:
-                assert project.health() == health_pb2.HealthCheckResponse.SERVING
+            wait_for_results(project, results, before + 4)
     assert all(result.token_ids == expected[i] for i, result in results)
     project.assert_caches_end_empty()
 
@@ -132,8 +139,7 @@ def test_no_request_notices_what_happens_to_a_cpu_worker(
             docker("kill", worker["Id"])
             project.wait_for_workers(1)
         before = len(results)
-        while len(results) < before + 8:
-            assert project.health() == health_pb2.HealthCheckResponse.SERVING
+        wait_for_results(project, results, before + 8)
         if how == "pause":
             docker("unpause", worker["Id"])
         project.up(2)
@@ -151,6 +157,25 @@ def test_streams_go_on_when_the_gpu_worker_is_killed(
         kill(project.containers("gpu-worker")[0])
         results = [one.result() for one in running]
     assert [result.token_ids for result in results] == long_expected
+    project.wait_until_serving()
+    project.assert_caches_end_empty()
+
+
+def test_a_gpu_worker_that_was_paused_too_long_leaves_and_its_successor_goes_on(
+    project: Project, long_expected: list[list[int]]
+) -> None:
+    worker = project.containers("gpu-worker")[0]
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        running = [pool.submit(project.generate, request) for request in LONG]
+        project.wait_until(f"loads.num_running_reqs == {len(LONG)}")
+        docker("pause", worker["Id"])
+        while project.health() != NOT_SERVING:
+            assert not any(one.done() for one in running)
+        project.wait_for_text("is no child of this server")
+        docker("unpause", worker["Id"])
+        results = [one.result() for one in running]
+    assert [result.token_ids for result in results] == long_expected
+    assert project.containers("gpu-worker")[0]["RestartCount"] > worker["RestartCount"]
     project.wait_until_serving()
     project.assert_caches_end_empty()
 

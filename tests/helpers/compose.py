@@ -24,7 +24,7 @@ from tests.helpers.server import REPO, Generation, RunningServer
 
 START_TIMEOUT_S = 900.0  # of containers whose images are there
 BUILD_TIMEOUT_S = 3600.0
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 300.0
 LABEL = "label=com.docker.compose.project="
 
 
@@ -118,6 +118,14 @@ class Project(RunningServer):
             if time.monotonic() > deadline:
                 raise AssertionError(f"{service}: not healthy in {timeout_s} s: {states}")
             time.sleep(1.0)
+
+    def wait_for_text(self, text: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        """Waits for ``text`` among the latest lines of the services' logs."""
+        deadline = time.monotonic() + timeout_s
+        while text not in (log := self.log()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not printed within {timeout_s} s: {text}\n{log}")
+            time.sleep(0.5)
 
     def wait_for_workers(self, count: int, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Waits until so many cpu-attention workers are registered."""
