@@ -21,8 +21,10 @@ from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.sampler import sample
+from gpu_worker.timeline import Recorder
 from gpu_worker.timing import StageTimer, StageTimes
 from neo_native import RowStatus, SwapKind
+from neo_native.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Executor:
         self._offload = offload
         self._continuation = Continuation(model.device)
         self._done: Outcome | None = None
+        self._recorder: Recorder | None = None
 
     @property
     def pending(self) -> int:
@@ -120,10 +123,18 @@ class Executor:
         done, self._done = self._done, None
         return done
 
+    def record(self, timeline: Timeline) -> None:
+        """From now on the plans that it asks for are recorded."""
+        self._recorder = Recorder(timeline, lambda: self._offload.tasks)
+
+    def _timer(self, plan_id: int) -> StageTimer:
+        timer = self._recorder.timer(plan_id) if self._recorder else None
+        return timer or StageTimer(muted=self._model.device.type == "cuda")
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
         """Computes the plan and waits for it."""
-        timer = StageTimer(muted=self._model.device.type == "cuda")
+        timer = self._timer(plan.plan_id)
         lost = self._continuation.fill(plan)
         for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
             self._features.record(recorded, _of_channel(plan, channel).tokens)
@@ -147,6 +158,7 @@ class Executor:
         batches = [(sub, self._model.embed(sub.tokens, sub.positions)) for sub in plan.sub_batches]
         timer.lap("head")
         for layer in range(self._n_layers):
+            timer.layer = layer
             for swap in plan.swaps:
                 self._swap(layer, swap)
             timer.lap("swap")
@@ -158,6 +170,7 @@ class Executor:
                 timer.lap("handoff")
                 self._attend(sub, x, layer)
                 timer.lap("gpu_attn", sub.channel)
+        timer.layer = self._n_layers
         for sub, x in batches:
             self._join(sub, x, self._n_layers, timer)
             self._model.linear_stage(x, self._n_layers)

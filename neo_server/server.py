@@ -76,6 +76,7 @@ class Server:
         self._servers: list[_Stoppable] = []
         self._engine_task: asyncio.Task[None] | None = None
         self.state: ServerState | None = None
+        self.before_workers: Callable[[SharedMemory], None] = lambda _memory: None
 
     async def run(self) -> None:
         """Serves until SIGINT or SIGTERM; a second signal ends the drain at once."""
@@ -168,6 +169,7 @@ class Server:
         self.control_address = await self._listen(
             control_server(state), self.options.control_host, self.options.control_port
         )
+        self.before_workers(memory)
         state.supervisor = Supervisor(
             memory,
             worker_command("gpu_worker", self.control_address, "--spawned")
