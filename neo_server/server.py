@@ -176,7 +176,7 @@ class Server:
             if self.options.spawn_gpu_worker
             else None,
             worker_command("cpu_attn_worker", self.control_address, "--spawned"),
-            gpu.mark_dead,
+            self._gpu_died,
             lambda: gpu.is_ready,
         )
         spawns = self.options.spawn_cpu_attn_workers
@@ -261,6 +261,11 @@ class Server:
             cache.block_size,
             cache.cpu_kv_page_size,
         )
+
+    def _gpu_died(self) -> None:
+        assert self.state is not None
+        self.state.memory.clear_plans()
+        self.state.gpu.mark_dead()
 
     def _gpu_hangs(self) -> None:
         if self.state is not None and self.state.supervisor is not None:
