@@ -18,6 +18,7 @@ import grpc
 from cpu_attn_worker.core_leases import lease_cores, running_on
 from neo_native import AttentionWorker, Control, active_isa, segments
 from neo_native.lifetime import die_with_parent
+from neo_native.timeline import Timeline
 from protos import control_pb2, control_pb2_grpc
 from protos.credentials import key_metadata
 
@@ -94,6 +95,8 @@ def serve(
                 leased,
                 fault,
             )
+        if (timeline := Timeline.attach(attached.location)) is not None:
+            worker.record(timeline.memory)
         with _leave_on_signal() as leaving:
             worker.start()
             where = f"cores {leased}" if leased else "unpinned"

@@ -21,6 +21,7 @@ from gpu_worker.plan_check import PlanLimits
 from gpu_worker.profiler import Profiler
 from neo_native import Control, CpuCache, Exchange, Sequences
 from neo_native.segments import SegmentSet
+from neo_native.timeline import Timeline
 from protos.config import EngineConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class PlanRunner(Protocol):
 
     def summary(self) -> str:
         """How plans ran so far, for the log."""
+
+    def record(self, timeline: Timeline) -> None:
+        """From now on the plans that it asks for are recorded."""
 
 
 class Reader(Protocol):

@@ -22,9 +22,11 @@ from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.riders import RiderGroup, RideStore, Riding, linear_stage, with_room
 from gpu_worker.sampler import sample
+from gpu_worker.timeline import Recorder
 from gpu_worker.timing import StageTimer, StageTimes
 from gpu_worker.wanted import RIDERS
 from neo_native import RowStatus, SwapKind
+from neo_native.timeline import Timeline
 
 
 def _no_rows(device: torch.device) -> SubBatch:
@@ -109,6 +111,7 @@ class Executor:
         self._offload = offload
         self._continuation = Continuation(model.device)
         self._done: Outcome | None = None
+        self._recorder: Recorder | None = None
 
     @property
     def pending(self) -> int:
@@ -138,10 +141,18 @@ class Executor:
         done, self._done = self._done, None
         return done
 
+    def record(self, timeline: Timeline) -> None:
+        """From now on the plans that it asks for are recorded."""
+        self._recorder = Recorder(timeline, lambda: self._offload.tasks)
+
+    def _timer(self, plan_id: int) -> StageTimer:
+        timer = self._recorder.timer(plan_id) if self._recorder else None
+        return timer or StageTimer(muted=self._model.device.type == "cuda")
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
         """Computes the plan and waits for it."""
-        timer = StageTimer(muted=self._model.device.type == "cuda")
+        timer = self._timer(plan.plan_id)
         lost = self._continuation.fill(plan)
         for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
             self._features.record(recorded, _tokens_of(plan, channel))
@@ -169,6 +180,7 @@ class Executor:
         batches[0] = subs[0], with_room(batches[0][1], riding.room)
         timer.lap("head")
         for layer in range(self._n_layers):
+            timer.layer = layer
             for swap in plan.swaps:
                 self._swap(layer, swap)
             timer.lap("swap")
@@ -176,6 +188,7 @@ class Executor:
                 self._linear(sub, x, riding if x is batches[0][1] else None, layer, timer)
                 self._attend(sub, x, layer)
                 timer.lap("gpu_attn", sub.channel)
+        timer.layer = self._n_layers
         for sub, x in batches:
             self._linear(sub, x, riding if x is batches[0][1] else None, self._n_layers, timer)
         return [x.residual for _, x in batches][: len(plan.sub_batches)]

@@ -26,6 +26,8 @@ class StageTimer:
     Muted on CUDA, where the host's clock says when work was enqueued and not when it ran.
     """
 
+    layer = 0  # of the laps that follow
+
     def __init__(self, muted: bool = False) -> None:
         self.times = StageTimes()
         self._muted = muted

@@ -21,6 +21,7 @@ from gpu_worker.profiler import WORKERS_WAIT_S, load_or_profile, profile_key
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
 from neo_native import Array, Control, ResultProducer, ResultSlot, StepConsumer
 from neo_native.segments import SegmentSet
+from neo_native.timeline import Timeline
 from protos.config import EngineConfig
 from protos.model_config import ModelConfig
 
@@ -61,6 +62,8 @@ class GpuWorker:
         self._control = Control(segments.control)
         parts = Parts(config, model, segments, self._control, lambda: not self.leaving())
         self._backend = make_backend(parts)
+        if (timeline := Timeline.attach(segments.location)) is not None:
+            self._backend.runner.record(timeline)
         self.num_gpu_blocks = self._backend.num_gpu_blocks
         self._config = config
         self._world_size = int(geometry["world_size"])

@@ -76,6 +76,7 @@ class Server:
         self._servers: list[_Stoppable] = []
         self._engine_task: asyncio.Task[None] | None = None
         self.state: ServerState | None = None
+        self.before_workers: Callable[[SharedMemory], None] = lambda _memory: None
 
     async def run(self) -> None:
         """Serves until SIGINT or SIGTERM; a second signal ends the drain at once."""
@@ -168,13 +169,14 @@ class Server:
         self.control_address = await self._listen(
             control_server(state), self.options.control_host, self.options.control_port
         )
+        self.before_workers(memory)
         state.supervisor = Supervisor(
             memory,
             worker_command("gpu_worker", self.control_address, "--spawned")
             if self.options.spawn_gpu_worker
             else None,
             worker_command("cpu_attn_worker", self.control_address, "--spawned"),
-            gpu.mark_dead,
+            self._gpu_died,
             lambda: gpu.is_ready,
         )
         spawns = self.options.spawn_cpu_attn_workers
@@ -260,6 +262,11 @@ class Server:
             cache.block_size,
             cache.cpu_kv_page_size,
         )
+
+    def _gpu_died(self) -> None:
+        assert self.state is not None
+        self.state.memory.clear_plans()
+        self.state.gpu.mark_dead()
 
     def _gpu_hangs(self) -> None:
         if self.state is not None and self.state.supervisor is not None:

@@ -110,6 +110,11 @@ class SharedMemory:
         """Another one registers: it stays."""
         segments.unlock(self._segments.fd, segments.gpu_given_up_byte(0))
 
+    def clear_plans(self) -> None:
+        """No plan is in flight unless a gpu worker lives: cpu workers spin for none then."""
+        if not self.gpu_worker_lives():
+            self._control.clear_plans()
+
     def set_stopping(self) -> None:
         """Every worker leaves."""
         self._control.set_stopping()

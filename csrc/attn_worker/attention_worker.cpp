@@ -76,6 +76,12 @@ void AttentionWorker::pin(std::size_t index) {
   }
 }
 
+void AttentionWorker::record(std::byte* timeline, std::uint64_t bytes) {
+  for (std::uint32_t i = 0; i < workers_.size(); ++i) {
+    workers_[i]->record_on(TimelineLane::take(timeline, bytes, getpid(), options_.row, i));
+  }
+}
+
 void AttentionWorker::start() {
   if (!threads_.empty() || shared_.stop.load()) throw NativeError("start of a used worker");
   // Threads inherit the mask: signals are the main thread's, which runs the interpreter.

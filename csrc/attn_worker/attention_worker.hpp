@@ -34,6 +34,8 @@ class AttentionWorker {
   AttentionWorker(const AttentionWorker&) = delete;
   AttentionWorker& operator=(const AttentionWorker&) = delete;
 
+  // Before start: every thread takes a lane of the timeline segment, which outlives the threads.
+  void record(std::byte* timeline, std::uint64_t bytes);
   // Starts the threads, then says so in the worker row: state ready. Once only.
   void start();
   // Finishes claimed tasks, wakes and joins the threads, publishes the counters and

@@ -225,8 +225,10 @@ void WorkerThread::work_on(const layout::Job& job, std::uint32_t task, std::uint
   shared_.fault.reach(FaultPoint::claimed);
   const std::uint64_t start = ipc::now_ns();
   const std::uint64_t bytes = compute(job, task, next);
-  count(counters_.busy_ns, ipc::now_ns() - start);
+  const std::uint64_t end = ipc::now_ns();
+  count(counters_.busy_ns, end - start);
   count(counters_.kv_bytes, bytes);
+  if (lane_.on()) note(job, task, {start, end, 0, bytes, 0, 0, 0, 0, 0, 0, 0, 0});
   shared_.fault.reach(FaultPoint::written);
   // No bytes: the descriptor was stale or wrong. The claim runs out, the task stays open.
   if (bytes != 0) finish(job, task);
@@ -272,6 +274,20 @@ std::uint64_t WorkerThread::compute(const layout::Job& job, std::uint32_t task,
   const std::byte* q_row =
       shared_.exchange.data() + layout_.q_row(geometry_, job.channel, place->row);
   return runner_.run(place->task, q_row, area, follower ? &follower->task : nullptr);
+}
+
+// Before the task is finished, while its descriptor stands.
+void WorkerThread::note(const layout::Job& job, std::uint32_t task, wire::Span span) {
+  const auto place = find(job, task);
+  if (!place) return;
+  span.kind = static_cast<std::uint32_t>(wire::SpanKind::attend);
+  span.layer = job.layer;
+  span.channel = job.channel;
+  span.slot = place->task.slot;
+  span.kv_head = place->task.kv_head;
+  span.split = place->task.split;
+  span.tokens = place->task.seq_len;
+  lane_.add(span);
 }
 
 void WorkerThread::finish(const layout::Job& job, std::uint32_t task) {

@@ -25,6 +25,7 @@
 #include "attn_worker/fault.hpp"
 #include "attn_worker/siblings.hpp"
 #include "attn_worker/task_runner.hpp"
+#include "attn_worker/timeline_lane.hpp"
 #include "layout/control.hpp"
 #include "layout/work.hpp"
 
@@ -56,6 +57,9 @@ class WorkerThread {
 
   const Counters& counters() const { return counters_; }
 
+  // Before run.
+  void record_on(const TimelineLane& lane) { lane_ = lane; }
+
  private:
   // When a claimed word was first seen as it is now, by this thread's clock.
   struct Seen {
@@ -86,6 +90,7 @@ class WorkerThread {
   void work_on(const layout::Job& job, std::uint32_t task, std::uint32_t next);
   std::uint64_t compute(const layout::Job& job, std::uint32_t task, std::uint32_t next);
   std::optional<Place> find(const layout::Job& job, std::uint32_t task) const;
+  void note(const layout::Job& job, std::uint32_t task, wire::Span span);
   void finish(const layout::Job& job, std::uint32_t task);
   bool over(const layout::Job& job) const;
   wire::Doorbell* done(const layout::Job& job) const;
@@ -100,6 +105,7 @@ class WorkerThread {
   std::vector<Progress> progress_;  // [n_channels]
   std::uint64_t oldest_ride_ = 1;   // rider jobs before it are over
   Counters counters_;
+  TimelineLane lane_;
 };
 
 }  // namespace neo::attn_worker

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_core, module) {
   neo::bindings::bind_rings(module);
   neo::bindings::bind_attention(module);
   neo::bindings::bind_offload(module);
+  neo::bindings::bind_timeline(module);
 }

@@ -23,6 +23,7 @@ void bind_layout(py::module_& module);     // dtypes, errors, Segment, Control, 
 void bind_rings(py::module_& module);      // step and result rings
 void bind_attention(py::module_& module);  // CpuCache, attend
 void bind_offload(py::module_& module);    // Exchange, AttentionWorker
+void bind_timeline(py::module_& module);   // dtypes of the timeline segment
 
 inline wire::Geometry to_geometry(const py::array& array) {
   if (array.ndim() != 0 || !array.dtype().equal(py::dtype::of<wire::Geometry>())) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "ipc/atomics.hpp"
 #include "ipc/errors.hpp"
 #include "layout/control.hpp"
 #include "layout/segment_layout.hpp"
@@ -167,6 +168,12 @@ void bind_control(py::module_& module) {
       .def_property_readonly("server_pid", [](const Control& c) { return c.server()->pid; })
       .def("set_stopping", &Control::set_stopping)
       .def_property_readonly("stopping", &Control::stopping)
+      .def("clear_plans", &Control::clear_plans)
+      .def_property_readonly("plans",
+                             [](const Control& c) {
+                               return std::make_pair(ipc::load_acquire(&c.server()->active),
+                                                     ipc::load_acquire(&c.server()->device_plans));
+                             })
       .def("request_drain", &Control::request_drain, py::arg("row"))
       .def("draining", &Control::draining, py::arg("row"))
       .def("take_row", &Control::take_row, py::arg("row"), py::arg("pid"), py::arg("n_threads"),

@@ -208,6 +208,14 @@ void bind_offload(py::module_& module) {
       .def(py::init(&make_worker), py::arg("control"), py::arg("work"), py::arg("exchange"),
            py::arg("cpu_cache"), py::arg("sequences"), py::arg("row"), py::arg("n_threads"),
            py::arg("cores") = std::vector<int>{}, py::arg("fault") = "")
+      .def(
+          "record",
+          [](AttentionWorker& self, const py::buffer& timeline) {
+            const py::buffer_info memory = timeline.request(true);
+            self.record(static_cast<std::byte*>(memory.ptr),
+                        static_cast<std::uint64_t>(memory.size * memory.itemsize));
+          },
+          py::arg("timeline"), py::keep_alive<1, 2>())
       .def("start", &AttentionWorker::start, Unlocked())
       .def("stop", &AttentionWorker::stop, Unlocked())
       .def("heartbeat", &AttentionWorker::heartbeat);

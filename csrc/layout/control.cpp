@@ -42,6 +42,11 @@ void Control::set_stopping() { ipc::store_release(&server()->stopping, 1u); }
 
 bool Control::stopping() const { return ipc::load_acquire(&server()->stopping) != 0; }
 
+void Control::clear_plans() {
+  ipc::store_release(&server()->device_plans, 0u);
+  ipc::store_release(&server()->active, 0u);
+}
+
 void Control::request_drain(std::uint32_t row) { ipc::store_release(&worker(row)->draining, 1u); }
 
 bool Control::draining(std::uint32_t row) const {

@@ -22,6 +22,8 @@ class Control {
   void set_server_pid(std::int32_t pid) { server()->pid = pid; }
   void set_stopping();
   bool stopping() const;
+  // The gpu worker is gone, with every plan in flight: cpu workers need not spin for one.
+  void clear_plans();
   void request_drain(std::uint32_t row);
   bool draining(std::uint32_t row) const;
 

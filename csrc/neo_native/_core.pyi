@@ -106,6 +106,11 @@ class Control:
     def set_stopping(self) -> None: ...  # server: workers leave
     @property
     def stopping(self) -> bool: ...
+    def clear_plans(self) -> None: ...  # server: the gpu worker is gone, and its plans with it
+    @property
+    def plans(
+        self,
+    ) -> tuple[int, int]: ...  # in flight with CPU rows; of them published by a device
     def request_drain(self, row: int) -> None: ...  # server: this worker leaves
     def draining(self, row: int) -> bool: ...
     def take_row(self, row: int, pid: int, n_threads: int, spawned: bool = False) -> None:
@@ -308,6 +313,7 @@ class AttentionWorker:
         cores: list[int] = ...,  # pin thread i to cores[i]; empty: unpinned
         fault: str = "",  # tests only: "POINT=ACTION@N", see csrc/attn_worker/fault.hpp
     ) -> None: ...
+    def record(self, timeline: object) -> None: ...  # before start: a writable buffer, kept
     def start(self) -> None: ...  # then the row's state is ready
     def stop(self) -> None: ...  # finishes claimed tasks, joins the threads; state draining
     def heartbeat(self) -> None: ...  # publishes counters into the worker row
@@ -335,3 +341,21 @@ def isa_variants() -> list[str]:
     """Kernel variants that this machine can run, best first."""
 
 def active_isa() -> str: ...
+
+class SpanKind(IntEnum):  # what a span of the timeline is
+    ITERATION = 0
+    LINEAR = 1
+    HANDOFF = 2
+    GPU_ATTN = 3
+    CPU_WAIT = 4
+    COLLECT = 5
+    SWAP = 6
+    HEAD = 7
+    ATTEND = 8
+
+timeline_header_dtype: np.dtype[Any]
+lane_header_dtype: np.dtype[Any]
+span_dtype: np.dtype[Any]
+timeline_magic: int
+device_lane: int  # of the gpu worker
+first_cpu_lane: int

@@ -58,7 +58,7 @@ KINDS: dict[str, SegmentKind] = {
     "cpu_cache": SegmentKind.CPU_CACHE,
 }
 # Unlinked in this order: while any segment is left, so is the control segment that says whose.
-_UNLINK_ORDER = [*(kind for kind in KINDS if kind != "control"), "control"]
+_UNLINK_ORDER = ["timeline", *(kind for kind in KINDS if kind != "control"), "control"]
 _NAME = re.compile(r"neo-([A-Za-z0-9]{1,32})-control")
 _POSIX_DIR = Path("/dev/shm")  # where Linux shows POSIX shared memory; used to list, never to open
 

@@ -5,6 +5,7 @@ The host announces, watches and retires; kernels publish, wait and collect.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,14 @@ Array = npt.NDArray[Any]
 KV_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16, 3: torch.int8}
 COPY_ROWS = 16  # tokens that one program copies
 BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
+
+
+@dataclass(frozen=True)
+class Places:
+    """Tokens in both caches, on the device."""
+
+    index: Tensor  # int32 [3][n and padding]: in the GPU-cache or staging; page; row of the page
+    n: int
 
 
 class DeviceExchange:
@@ -144,30 +153,38 @@ class DeviceExchange:
 
     def swap(self, blocks: Tensor, swap: HostSwap) -> None:
         """All layers of a sequence. ``blocks``: the GPU-cache."""
-        self._copy(blocks, 0, len(blocks), swap, to_cpu=swap.kind is SwapKind.OUT)
+        self._copy(blocks, 0, len(blocks), self._upload(swap), swap.kind is SwapKind.OUT)
 
-    def load_chunk(self, staging: Tensor, layer: int, chunk: CpuChunk) -> None:
-        """One layer of a sequence's first tokens into ``staging``, [2][tokens][..]."""
-        span = self._reader.pages_of(chunk.slot, chunk.start)
-        self._copy(staging.unsqueeze(0), layer, 1, span, to_cpu=False)
+    def find_chunk(self, chunk: CpuChunk) -> Places:
+        """Where the sequence's first tokens lie, for every layer of one plan."""
+        return self._upload(self._reader.pages_of(chunk.slot, chunk.start))
+
+    def load_chunk(self, staging: Tensor, layer: int, places: Places) -> None:
+        """One layer of them into ``staging``, [2][tokens][..]."""
+        self._copy(staging.unsqueeze(0), layer, 1, places, to_cpu=False)
 
     def warm_up(self, blocks: Tensor, staging: Tensor) -> None:
         """Compiles the copies, by moving one token out and back."""
         one = np.zeros(1, np.int32)
         for kind in (SwapKind.OUT, SwapKind.IN):
             self.swap(blocks, HostSwap(kind, one, one, one))
-        self._copy(staging.unsqueeze(0), 0, 1, HostSwap(SwapKind.IN, one, one, one), to_cpu=False)
+        places = self._upload(HostSwap(SwapKind.IN, one, one, one))
+        self._copy(staging.unsqueeze(0), 0, 1, places, to_cpu=False)
 
-    def _copy(
-        self, cache: Tensor, first_layer: int, layers: int, swap: HostSwap, to_cpu: bool
-    ) -> None:
+    def _upload(self, swap: HostSwap) -> Places:
         n = len(swap.flat)
-        if n == 0:
-            return
         places = np.zeros((3, triton.cdiv(n, COPY_ROWS) * COPY_ROWS), np.int32)
         places[:, :n] = swap.flat, swap.pages, swap.page_rows
         pinned = torch.from_numpy(places).pin_memory()
-        flat, pages, page_rows = pinned.to(self._device, non_blocking=True).unbind()
+        return Places(pinned.to(self._device, non_blocking=True), n)
+
+    def _copy(
+        self, cache: Tensor, first_layer: int, layers: int, places: Places, to_cpu: bool
+    ) -> None:
+        n = places.n
+        if n == 0:
+            return
+        flat, pages, page_rows = places.index.unbind()
         handoff.copy_pages_kernel[(triton.cdiv(n, COPY_ROWS), layers, 2 * self._kv_heads)](
             cache,
             cache.stride(0),

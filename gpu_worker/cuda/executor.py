@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +22,13 @@ from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
 from gpu_worker.cuda.stages import Stages
+from gpu_worker.cuda.timeline import DeviceRecorder, Mark
 from gpu_worker.executor import Outcome
 from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.timing import StageTimes
 from neo_native import RowStatus
+from neo_native.timeline import SpanKind, Timeline
 
 COUNTED_TOKENS = 64  # steps of the log's sizes
 WATCH_S = 50e-6  # between looks at a plan that waits for cpu workers
@@ -47,6 +50,7 @@ class InFlight:
     reports: tuple[Report, ...]  # pinned, as is outcome
     seen: dict[int, int] = field(default_factory=dict)  # epochs done, when last looked at
     since: float = 0.0  # when they last grew
+    marks: list[Mark] | None = None  # where the plan is recorded
 
 
 class CudaExecutor:
@@ -75,6 +79,11 @@ class CudaExecutor:
         self._depth = depth
         # By whether a graph was replayed and by tokens: plans and their device seconds.
         self._spent: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0.0])
+        self._recorder: DeviceRecorder | None = None
+
+    def record(self, timeline: Timeline) -> None:
+        """From now on the plans that it asks for are recorded."""
+        self._recorder = DeviceRecorder(timeline, self._stages)
 
     def _new_pinned(self) -> tuple[list[Tensor], Tensor]:
         buffers = self._stages.buffers
@@ -109,6 +118,9 @@ class CudaExecutor:
         metas, outcome = self._pinned.pop()
         has_cpu = any(batch.n_cpu_rows for batch in plan.batches)
         tasks, epochs = 0, {}
+        recorder = self._recorder
+        if recorder is not None and not recorder.begin_plan(plan.plan_id, self._depth):
+            recorder = None
         if has_cpu:
             assert exchange is not None
             tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
@@ -120,16 +132,18 @@ class CudaExecutor:
             to[: batch.used].copy_(metas[batch.channel][: batch.used], non_blocking=True)
         for swap in plan.swaps:
             assert exchange is not None
-            exchange.swap(self._cache.blocks, swap)
+            with recorder.stages.marked(SpanKind.SWAP) if recorder else nullcontext():
+                exchange.swap(self._cache.blocks, swap)
         self._drawing.record(plan)
         # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
-        of_prompts = plan.wanted is not None and len(plan.wanted.prompts) > 0
-        graph = self._graphs.find(plan) if self._graphs and not of_prompts else None
+        eager = recorder is not None or (plan.wanted is not None and len(plan.wanted.prompts) > 0)
+        graph = self._graphs.find(plan) if self._graphs and not eager else None
         reports: list[Report] = []
         if graph is not None:
             graph.replay()
         else:
-            self._stages.forward(
+            stages = recorder.stages if recorder else self._stages
+            stages.forward(
                 [Shape.of(batch) for batch in plan.batches],
                 lambda shape: reports.extend(self._drawing.prompt_reports(plan, shape)),
             )
@@ -141,6 +155,8 @@ class CudaExecutor:
         self._in_flight.append(
             InFlight(*(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, replayed, fetched))
         )
+        if recorder is not None:
+            self._in_flight[-1].marks = recorder.stages.take()
 
     def collect(self) -> Outcome:
         """Waits for the oldest plan."""
@@ -155,6 +171,9 @@ class CudaExecutor:
         if flight.announced and self._stages.exchange is not None:
             self._stages.exchange.retire(flight.plan)
         self._pinned.append((flight.staged, flight.outcome))
+        if flight.marks is not None and self._recorder is not None:
+            plan_id, tasks = flight.plan.plan_id, flight.cpu_tasks
+            self._recorder.write(plan_id, flight.marks, flight.begin, flight.end, tasks)
         return outcome
 
     def logits(self, channel: int, rows: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_worker.cuda import attention, elementwise, handoff
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
-from gpu_worker.cuda.exchange import DeviceExchange
+from gpu_worker.cuda.exchange import DeviceExchange, Places
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk
 from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
@@ -43,6 +43,7 @@ class Stages:
         self.buffers = buffers
         self.exchange = exchange
         self.cache = cache
+        self._chunks: dict[CpuChunk, Places] = {}  # of the plan
         self._config = c = model.config
         self._rope = rope_table(c, max_positions, model.device)
         self._scale = c.attention_scale * math.log2(math.e)
@@ -61,6 +62,7 @@ class Stages:
         lack is in ``delta`` then.
         """
         self.buffers.outcome.zero_()
+        self._chunks.clear()
         for s in shapes:
             self._embed(s)
         n_layers = self._config.num_hidden_layers
@@ -289,7 +291,9 @@ class Stages:
         """Attention of a later chunk of a CPU prefill; its earlier tokens come through staging."""
         assert self.exchange is not None
         staging = self.buffers.staging
-        self.exchange.load_chunk(staging, layer, chunk)
+        if chunk not in self._chunks:
+            self._chunks[chunk] = self.exchange.find_chunk(chunk)
+        self.exchange.load_chunk(staging, layer, self._chunks[chunk])
         self._prefill(s, staging, chunk.tile_first, chunk.tile_count, staging.shape[1])
 
     def head(self, s: Shape) -> None:

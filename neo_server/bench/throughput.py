@@ -17,12 +17,14 @@ from typer import Option
 from neo_server.banner import print_banner
 from neo_server.bench.counters import CpuWork, fresh_entries, work_between
 from neo_server.bench.drive import Recorder, drive
+from neo_server.bench.timeline import Recording
 from neo_server.bench.workload import Prompt, lengths_of, prompts_of
 from neo_server.engine import Engine
 from neo_server.launch import Options, resolve
 from neo_server.metrics import Metrics
 from neo_server.progress import progress
 from neo_server.server import Server
+from neo_server.shared_memory import SharedMemory
 from neo_server.state import ServerState
 
 
@@ -51,6 +53,16 @@ class ThroughputFlags:
     policies: Annotated[
         str | None, Option(help="Names with commas, run one after the other, side by side.")
     ] = None
+    trace_timeline: Annotated[
+        Path | None,
+        Option(
+            help="A timeline of a few iterations, as Chrome-trace JSON for Perfetto. With several "
+            "policies a file each, OUT-POLICY.json.",
+            dir_okay=False,
+        ),
+    ] = None
+    trace_after: Annotated[int, Option(help="Plans before the recorded ones.", min=0)] = 16
+    trace_iterations: Annotated[int, Option(help="Recorded plans.", min=1)] = 4
 
 
 def run(options: Options, flags: ThroughputFlags, console: Console) -> None:
@@ -77,11 +89,21 @@ def run_policy(options: Options, flags: ThroughputFlags, console: Console) -> di
     resolved = resolve(options)
     print_banner(console, options, resolved, offline=True)
 
+    recordings: list[Recording] = []
+
+    def record(memory: SharedMemory) -> None:
+        sizes = flags.trace_after, flags.trace_iterations
+        recordings.append(Recording.start(memory.location, *sizes))
+
     async def work(state: ServerState, engine: Engine) -> dict[str, Any]:
+        for recording in recordings:
+            recording.watch(engine.scheduler)
         before = await fresh_entries(state.memory)
         with progress(console, options.scheduling_policy, len(prompts)) as advance:
             begin, records = await drive(engine, prompts, flags.temperature, advance)
         cpu = work_between(before, await fresh_entries(state.memory))
+        for recording in recordings:
+            recording.write(timeline_path(flags, options.scheduling_policy))
         return {
             "model": options.model,
             "policy": options.scheduling_policy,
@@ -95,7 +117,17 @@ def run_policy(options: Options, flags: ThroughputFlags, console: Console) -> di
             "seed": options.seed,
         }
 
-    return uvloop.run(Server(options, resolved).offline(work))
+    server = Server(options, resolved)
+    if flags.trace_timeline is not None:
+        server.before_workers = record
+    return uvloop.run(server.offline(work))
+
+
+def timeline_path(flags: ThroughputFlags, policy: str) -> Path:
+    """Where a policy's timeline goes."""
+    path = flags.trace_timeline
+    assert path is not None
+    return path if flags.policies is None else path.with_stem(f"{path.stem}-{policy}")
 
 
 def _prompts(options: Options, flags: ThroughputFlags) -> list[Prompt]:

@@ -117,3 +117,27 @@ def test_a_signal_ends_the_workers_and_leaves_no_segment(
         process.stderr.read()  # ends when the last worker has ended, which inherited it
         assert process.wait(60.0) == 130
     assert not any(shm.iterdir())
+
+
+def test_a_timeline_of_two_batches_holds_every_task_of_its_iterations(
+    no_tokenizer_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    work = ("--input-len", "40", "--output-len", "9", "--num-prompts", "8", *NO_TOKENIZER)
+    trace = ("--trace-timeline", str(out), "--trace-after", "3", "--trace-iterations", "3")
+    bench(no_tokenizer_model, "throughput", "--scheduling-policy", "symmetric", *work, *trace)
+    spans = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    iterations = [span for span in spans if span["name"] == "iteration"]
+    assert len({span["args"]["plan_id"] for span in iterations}) == len(iterations) == 3
+    assert any(span["args"]["channel"] == 1 for span in spans if span["name"] == "linear")
+    names = ("layer", "channel", "slot", "kv_head", "split")
+    for whole in iterations:
+        begin, end = whole["ts"], whole["ts"] + whole["dur"]
+        tasks = {
+            tuple(span["args"][name] for name in names)
+            for span in spans
+            if span["name"] == "attend" and begin <= span["ts"] <= end
+        }
+        assert len(tasks) == whole["args"]["tasks"] > 0
+    server = [span for span in spans if span["cat"] == "server"]
+    assert {span["name"] for span in server} == {"plan", "update"}

@@ -124,7 +124,8 @@ class KernelRig:
         """Unpins."""
         if self.exchange:
             torch.cuda.synchronize()
-            self.exchange.close()
+            for segment in self.exchange._mapped:
+                segment.close()
 
     @contextmanager
     def worker(self, threads: int) -> Iterator[None]:

@@ -24,6 +24,7 @@ from gpu_worker.offload import Offload
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, load_weights
 from neo_native import RowKind, SwapKind
+from neo_native.timeline import Timeline
 from protos.config import DType
 from protos.model_config import ModelConfig
 
@@ -123,10 +124,12 @@ class Rig:
         cpu_side: Any = None,
         workers: int = 0,
         timeout_s: float = 30.0,
+        timeline: Timeline | None = None,
         dtype: DType = DType.FLOAT32,
         **geometry_fields: int,
     ) -> None:
         """``cpu_side``: a fake; otherwise the extension's, with attention threads in-process."""
+        self._timeline = timeline
         config = ModelConfig.from_pretrained(folder)
         geometry = make_geometry(config, dtype, **geometry_fields)
         segment = make_segment(native.SegmentKind.SEQUENCES, geometry)
@@ -206,6 +209,8 @@ class Rig:
         dtype = next(kind for kind, code in WIRE_DTYPES.items() if code == geometry["act_dtype"])
         for row in range(workers):
             worker = native.AttentionWorker(control, work, exchange, pages, sequences, row, 1, [])
+            if self._timeline is not None:
+                worker.record(self._timeline.memory)
             worker.start()
             self._workers.append(worker)
         return Offload(
