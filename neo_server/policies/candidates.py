@@ -18,6 +18,8 @@ from neo_server.policies.queue import Queue, TokensOf, crowd
 _GAIN = 1.01
 # Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
 _WAVE_GAIN = 1.02
+# Iterations over which a batch makes up for the stages that it throws away.
+_LASTS = 4
 # A wave takes a token's time to build up and to replace, so it begins, or is given up for batches,
 # only for this much.
 _SWITCH_GAIN = 1.1
@@ -71,7 +73,7 @@ def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) ->
     bar = _GAIN
     for first, second in _shapes(view, cost, base, queue):
         seconds = _time(cost, base, queue, first, second)
-        gained = first + second - queue.lost(first + second)
+        gained = first + second - queue.lost(first + second) / _LASTS
         score = (alone + worth.token * gained) / seconds
         late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s
         if winner is None or (score > bar and not late):
@@ -188,13 +190,16 @@ def _fitting(cost: CostModel, count: int, tokens: TokensOf, skip: int, seconds: 
     return low
 
 
-def population(view: View, cost: CostModel, worth: Worth, present: int, mean: float) -> int:
+def population(
+    view: View, cost: CostModel, worth: Worth, present: int, mean: float, on_way: int
+) -> int:
     """Step 5: how many CPU-requests of ``mean`` tokens pay in the iterations to come.
 
     They have to pay beside the GPU's decodes alone; how many, is chosen over a mix of such
     iterations and of those with prefills, as frequent as they were lately. In either kind the
     CPU-requests may sit out. Two sub-batches have a fixed price, so a few requests may not pay
-    where many do.
+    where many do. A wave takes a crowd that has to be prefilled first: unless a good part of it is
+    ``on_way`` already, it has to promise that much more than batches do.
     """
     most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
     # Prefills come no more often than sequences end; while caches fill they come in bursts.
@@ -206,7 +211,7 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
         load = worth.decode_only.with_prefill(n_new, 0, moved=False, last=False)
         kinds.append((share, load))
 
-    def gain(count: int, kinds: Sequence[tuple[float, Load]]) -> float:
+    def gain(count: int, kinds: Sequence[tuple[float, Load]]) -> tuple[float, bool]:
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
@@ -220,18 +225,21 @@ def population(view: View, cost: CostModel, worth: Worth, present: int, mean: fl
                 gained = joined.riders / view.ride_groups
             spent += share * joined.seconds
             value += share * (alone + worth.token * gained)
-        return value / spent
+        return value / spent, joined.riders > 0
 
-    reached = gain(present, kinds) if present else 1.0
+    reached = gain(present, kinds)[0] if present else 1.0
     wanted, bar = present, max(reached * 1.002, _LASTING_GAIN)
     waves = _waves(view, cost, worth.decode_only, mean, present, most)
+    riding = on_way > 0 and 4 * on_way >= max(waves, default=0)
+    wave_bar = bar if riding else bar * _LASTING_GAIN
     hopeless = False
     for count in sorted(waves.union(_growing(present, most))):
         if hopeless and count not in waves:
             continue
-        promised = gain(count, kinds)
-        if promised >= bar and gain(count, kinds[:1]) >= _GAIN:
+        promised, rides = gain(count, kinds)
+        if promised >= (wave_bar if rides else bar) and gain(count, kinds[:1])[0] >= _GAIN:
             wanted, bar = count, promised * 1.002
+            wave_bar = bar if rides or riding else bar * _LASTING_GAIN
         elif promised < reached and count > 2 * present + 16:
             hopeless = True
     return wanted

@@ -235,7 +235,7 @@ def _cpu_places(
         return view.seats_free  # the GPU-cache holds nothing: any progress is welcome
     tokens = int(cpu.num_tokens.sum()) + head.num_tokens
     mean = tokens / (len(cpu) + 1) + view.mean_output / 2  # they grow while they stay
-    wanted = population(view, cost, worth, len(cpu), mean)
+    wanted = population(view, cost, worth, len(cpu), mean, int((cpu.ride > 0).sum()))
     return max(wanted - len(cpu), 0)
 
 

@@ -57,7 +57,9 @@ def test_tokens_of_riders_that_join_leave_and_move_equal_transformers(
             )
         loads = server.loads()
         server.assert_caches_end_empty()
-    assert loads.iterations["piggyback"] > (NEW_TOKENS - 1) * 30  # a prefill gives the first
+    # A prefill gives the first token; while some move about, batches give a part of the others.
+    tokens_by_riding = 1 if policy == RIDE_CHURN else NEW_TOKENS - 1
+    assert loads.iterations["piggyback"] > tokens_by_riding * 30
     assert loads.num_cpu_decodes > 0
     if policy == RIDE_CHURN:
         assert loads.num_swap_ins + loads.num_swap_outs > 0

@@ -19,7 +19,7 @@ from protos.config import SchedulerConfig
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
 FAST = replace(H200, hardware=H200.hardware.model_copy(update={"handoff_us": 8.0}))
-WORK = arrivals(synthetic(500, 150, 120), None)
+WORK = arrivals(synthetic(1000, 300, 80), None)
 
 
 def run(policy: str = "neo", **changes: object) -> Report:
@@ -31,7 +31,7 @@ def run(policy: str = "neo", **changes: object) -> Report:
         max_model_len=2048,
         **changes,  # type: ignore[arg-type]
     )
-    return simulate(Setting(policy, FAST, 8_000, 600_000, config, modes), WORK)  # type: ignore[arg-type]
+    return simulate(Setting(policy, FAST, 16_000, 600_000, config, modes), WORK)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_kinds_of_plan_do_not_alternate() -> None:
         max_num_batched_tokens=2048,
         max_model_len=2048,
     )
-    simulation = Simulation(Setting("neo", FAST, 8_000, 600_000, config, ALL_MODES))
+    simulation = Simulation(Setting("neo", FAST, 16_000, 600_000, config, ALL_MODES))
     kinds: list[str] = []
     count = simulation.scheduler.metrics.iterations
     schedule = simulation.scheduler.schedule
