@@ -149,9 +149,14 @@ class PlanReader:
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows, rows["stage"]),
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows),
             riders=read_riders(
-                rows[bounds[1].stop :], bounds[1].stop, columns, self._limits, self._device
+                rows[bounds[1].stop :],
+                bounds[1].stop,
+                columns,
+                self._sequences,
+                self._limits,
+                self._device,
             ),
         )
 

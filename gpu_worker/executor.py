@@ -24,7 +24,6 @@ from gpu_worker.riders import RiderGroup, RideStore, Riding, linear_stage, with_
 from gpu_worker.sampler import sample
 from gpu_worker.timeline import Recorder
 from gpu_worker.timing import StageTimer, StageTimes
-from gpu_worker.wanted import RIDERS
 from neo_native import RowStatus, SwapKind
 from neo_native.timeline import Timeline
 
@@ -155,7 +154,10 @@ class Executor:
         timer = self._timer(plan.plan_id)
         lost = self._continuation.fill(plan)
         for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
-            self._features.record(recorded, _tokens_of(plan, channel))
+            self._features.record(recorded, _of_channel(plan, channel).tokens)
+        for group in plan.riders:
+            if group.recorded is not None:
+                self._features.record(group.recorded, group.tokens)
         self._offload.begin(plan)
         riding = Riding(plan.riders, lost, self._rides, self._model, self._offload)
         try:
@@ -327,8 +329,5 @@ class Executor:
         return outcome
 
 
-def _tokens_of(plan: Plan, channel: int) -> Tensor:
-    """Of a sub-batch, or of the riders in stage 0."""
-    if channel == RIDERS:
-        return next(group.tokens for group in plan.riders if group.stage == 0)
-    return next(sub.tokens for sub in plan.sub_batches if sub.channel == channel)
+def _of_channel(plan: Plan, channel: int) -> SubBatch:
+    return next(sub for sub in plan.sub_batches if sub.channel == channel)

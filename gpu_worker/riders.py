@@ -19,11 +19,13 @@ from torch import Tensor
 
 from gpu_worker.model import Activations, LlamaModel
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits
+from gpu_worker.wanted import Recorded, recorded_riders
 
 if TYPE_CHECKING:
     from gpu_worker.batch import PlanColumns
     from gpu_worker.offload import Offload
     from gpu_worker.timing import StageTimer
+    from neo_native import Sequences
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +52,7 @@ class RiderGroup:
     tokens: Tensor  # int64 [riders], looked at in stage 0
     token_positions: Tensor  # int64 [riders]
     continued: Continued | None  # in stage 0
+    recorded: Recorded | None  # in stage 0: of its tokens, those that penalties will count
 
     @property
     def seq_lens(self) -> npt.NDArray[np.uint32]:
@@ -63,7 +66,12 @@ class RiderGroup:
 
 
 def read_riders(
-    rows: Array, at: int, columns: PlanColumns, limits: PlanLimits, device: torch.device
+    rows: Array,
+    at: int,
+    columns: PlanColumns,
+    sequences: Sequences,
+    limits: PlanLimits,
+    device: torch.device,
 ) -> tuple[RiderGroup, ...]:
     """Groups by growing stage. ``rows``: StepRow of all riders, a checked part of the plan.
 
@@ -74,14 +82,19 @@ def read_riders(
     group_of = rows["place"] // limits.ride_capacity
     bounds = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(rows)]
     groups = [
-        _read_group(rows[low:high], at + low, columns, limits, device)
+        _read_group(rows[low:high], at + low, columns, sequences, limits, device)
         for low, high in pairwise(bounds)
     ]
     return tuple(sorted(groups, key=lambda group: group.stage))
 
 
 def _read_group(
-    rows: Array, at: int, columns: PlanColumns, limits: PlanLimits, device: torch.device
+    rows: Array,
+    at: int,
+    columns: PlanColumns,
+    sequences: Sequences,
+    limits: PlanLimits,
+    device: torch.device,
 ) -> RiderGroup:
     bound = slice(at, at + len(rows))
     ids = columns.token_ids[columns.first[bound]]
@@ -101,6 +114,7 @@ def _read_group(
         tokens=torch.from_numpy(ids.clip(min=0)).to(device),
         token_positions=torch.from_numpy(positions).to(device),
         continued=continued,
+        recorded=recorded_riders(sequences, columns, bound) if stage == 0 else None,
     )
 
 

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-RIDERS = 2  # stands for the riders where sub-batches are told by their channels
-
 
 @dataclass(frozen=True)
 class Recorded:
-    """Tokens of one sub-batch, or of the riders in stage 0, that penalties will count."""
+    """Tokens of one sub-batch, or of a group of riders in stage 0, that penalties will count."""
 
     at: Ints  # of these tokens
     slots: Ints
@@ -84,7 +82,7 @@ class PromptPart:
 class Wanted:
     """One plan's."""
 
-    recorded: dict[int, Recorded]  # by channel; under RIDERS those in stage 0
+    recorded: dict[int, Recorded]  # by channel
     biases: Biases | None
     penalties: Penalties | None
     reported: Reported | None
@@ -102,9 +100,8 @@ def wanted_by(
     rows: PlanColumns,
     sampled: npt.NDArray[np.intp],
     n_rows: Sequence[int],
-    stages: Array,
 ) -> Wanted | None:
-    """``n_rows``: of sub-batch 0, sub-batch 1 and the riders; ``stages``: of every row."""
+    """``n_rows``: of sub-batch 0 and sub-batch 1, which come first among the plan's rows."""
     features = sequences.params["features"][rows.slots]
     if not features.any():
         return None
@@ -113,7 +110,7 @@ def wanted_by(
     bounds = [0, n_rows[0], n_rows[0] + n_rows[1]]
     chosen = features[sampled]
     return Wanted(
-        recorded=_recorded(rows, features, n_rows, stages),
+        recorded=_recorded(rows, features, bounds),
         biases=_biases(sequences, rows.slots[sampled], params[sampled], lengths[sampled]),
         penalties=_penalties(rows.slots, params, lengths, sampled, chosen),
         reported=_reported(params, lengths, sampled, chosen),
@@ -121,18 +118,20 @@ def wanted_by(
     )
 
 
-def _recorded(
-    rows: PlanColumns, features: Array, n_rows: Sequence[int], stages: Array
-) -> dict[int, Recorded]:
+def recorded_riders(sequences: Sequences, rows: PlanColumns, group: slice) -> Recorded | None:
+    """Of the tokens of a group of riders, one a row; ``group``: rows of the plan."""
+    slots = rows.slots[group]
+    at = np.flatnonzero(sequences.params["features"][slots] & Feature.PENALTIES)
+    if len(at) == 0:
+        return None
+    return Recorded(at, slots[at].astype(np.int64), rows.starts[group][at])
+
+
+def _recorded(rows: PlanColumns, features: Array, bounds: Sequence[int]) -> dict[int, Recorded]:
     counted = np.repeat((features & Feature.PENALTIES) != 0, rows.counts)
-    bounds = np.array([0, *np.cumsum(n_rows)])
     found = {}
     for channel, (low, high) in enumerate(pairwise(rows.first[bounds].tolist())):
-        mine = counted[low:high]
-        if channel == RIDERS:  # a row is one token, and its token is given in stage 0
-            entering = np.flatnonzero(stages[bounds[channel] :] == 0)
-            low, mine = low + int(entering[0]) if len(entering) else low, mine[entering]
-        at = np.flatnonzero(mine)
+        at = np.flatnonzero(counted[low:high])
         if len(at):
             slots = rows.token_slots[low + at].astype(np.int64)
             found[channel] = Recorded(at, slots, rows.token_positions[low + at])

@@ -18,6 +18,7 @@ from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.errors import DeviceError
 from gpu_worker.kv_pool import GpuCache, num_gpu_blocks
+from gpu_worker.plan_check import PlanLimits
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def make_cuda_backend(parts: Parts) -> Backend:
     torch.cuda.set_device(device)
     sequences = parts.sequences()
     offloads = config.cache.kv_offloading_size > 0
-    trial = parts.limits(1)
+    trial = _limits(parts, 1)
     layout = HostPlanReader(sequences, trial).layout
     buffers = Buffers(model.config, trial, layout, model.dtype, device, two_batches=offloads)
     if offloads:
@@ -49,8 +50,7 @@ def make_cuda_backend(parts: Parts) -> Backend:
         "GPU-cache: %d blocks of %d tokens, %.2f GiB", blocks, config.cache.block_size,
         cache.blocks.numel() * cache.blocks.element_size() / 2**30,
     )  # fmt: skip
-    limits = replace(parts.limits(blocks), ride_groups=0)
-    reader = HostPlanReader(sequences, limits)
+    reader = HostPlanReader(sequences, _limits(parts, blocks))
     native = parts.exchange()
     exchange = None
     if offloads:
@@ -81,7 +81,14 @@ def make_cuda_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     profiler.use(stages, native)
-    return Backend(reader, runner, profiler, blocks, takes_riders=False)
+    return Backend(reader, runner, profiler, blocks, takes_riders=trial.ride_groups > 0)
+
+
+def _limits(parts: Parts, num_blocks: int) -> PlanLimits:
+    """Of a plan. No riders where there is no CPU-cache."""
+    limits = parts.limits(num_blocks)
+    offloads = parts.config.cache.kv_offloading_size > 0
+    return limits if offloads else replace(limits, ride_groups=0, ride_capacity=0)
 
 
 def _transient_bytes(parts: Parts, buffers: Buffers) -> int:
@@ -107,7 +114,10 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
             offloads = stages.exchange is not None
             for tokens in {1, max_tokens}:
                 stages.forward([Shape(channel, tokens, 0, 0, offloads, 1, 1)])
-                stages.forward([Shape(channel, tokens, 1, int(offloads), offloads, 0, 1)])
+                decodes = Shape(channel, tokens, 1, int(offloads), offloads, 0, 1)
+                stages.forward([decodes])
+                if stages.buffers.rides is not None and offloads:
+                    stages.forward([decodes.with_riders(stages.buffers.rides.layout.capacity)])
         for rows in range(1, stages.buffers.rows + 1):  # each number has its way to split them
             stages.decode_attention(Shape(0, rows, rows), stages.cache.blocks[0])
         if stages.exchange is not None:

@@ -2,14 +2,15 @@
 
 Row kinds, lengths, tables and epochs come from device memory, so that the graph of a bucket serves
 any split between prefills, GPU- and CPU-requests. What fits no bucket (more than ``MIXED_TOKENS``
-tokens, two sub-batches of which one has prefills, later chunks of CPU prefills) runs the same
-launches one by one: there the device takes longer than the host.
+tokens, two sub-batches of which one has prefills or where there are riders, riders beside rows of
+kind decode_cpu, later chunks of CPU prefills) runs the same launches one by one: there the device
+takes longer than the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_worker.cuda.plan import PAD_TILES, TILE_Q, CpuChunk, HostBatch, HostPlan
 
@@ -35,19 +36,30 @@ class Shape:
     sampled: int = 0
     cpu_chunks: tuple[CpuChunk, ...] = ()
     splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
+    lead: int = 0  # of the tokens: places of riders before the rows
 
     @staticmethod
     def of(batch: HostBatch) -> Shape:
         """Exactly this batch."""
         return Shape(
             channel=batch.channel,
-            tokens=batch.n_tokens,
+            tokens=batch.lead + batch.n_tokens,
             gpu_rows=batch.n_gpu_rows,
             cpu_rows=batch.n_cpu_rows,
             to_cpu=batch.to_cpu,
             tiles=batch.n_tiles,
             sampled=batch.n_sampled,
             cpu_chunks=batch.cpu_chunks,
+            lead=batch.lead,
+        )
+
+    def with_riders(self, capacity: int) -> Shape:
+        """The same with places for riders."""
+        return replace(
+            self,
+            tokens=self.tokens + capacity,
+            sampled=self.sampled + capacity,
+            lead=capacity,
         )
 
 
@@ -99,7 +111,9 @@ def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
 class Buckets:
     """The shapes that have a graph under given limits."""
 
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, ride_capacity: int = 0) -> None:
+        """``ride_capacity``: 0 where there are no riders."""
+        self._ride_capacity = ride_capacity
         self._rows = buckets(max_rows)
         self._pairs = [n for n in PAIRS if n <= self._rows[-1]]
         self._mixed = mixed_buckets(max_tokens)
@@ -109,7 +123,7 @@ class Buckets:
         ]
 
     def keys(self, offload: bool) -> Iterator[Key]:
-        """All of them. ``offload``: also with CPU rows and with two sub-batches."""
+        """All of them. ``offload``: also with CPU rows, with two sub-batches, with riders."""
         for cpu in (False, True) if offload else (False,):
             for n in self._rows:
                 yield (decode_shape(0, n, cpu),)
@@ -119,15 +133,28 @@ class Buckets:
         for a in self._pairs if offload else ():
             for b in self._pairs:
                 yield decode_shape(0, a, True), decode_shape(1, b, True)
+        if offload and self._ride_capacity:
+            yield from self._ride_keys()
+
+    def _ride_keys(self) -> Iterator[Key]:
+        for (shape,) in self.keys(offload=False):
+            yield (shape.with_riders(self._ride_capacity),)
+        for tokens in self._mixed:  # prefills straight into the CPU-cache feed the waves
+            for rows, splits in self._mixed_rows:
+                shape = replace(mixed_shape(tokens, rows, splits, cpu=True), cpu_rows=0)
+                yield (shape.with_riders(self._ride_capacity),)
 
     def key_of(self, plan: HostPlan) -> Key | None:
         """The least shape that holds this plan's rows, or None where there is none."""
         if [batch.channel for batch in plan.batches] != list(range(len(plan.batches))):
             return None
         one = len(plan.batches) == 1
+        if plan.rides is not None and (not one or plan.batches[0].n_cpu_rows):
+            return None
         key = []
         for batch in plan.batches:
-            if batch.decodes_only and batch.n_sampled == batch.n_tokens:
+            own = batch.n_sampled - batch.n_ride_sampled
+            if batch.decodes_only and own == batch.n_tokens:
                 bucket = bucket_of(batch.n_tokens, self._rows if one else self._pairs)
                 cpu = batch.n_cpu_rows > 0 or not one
                 shape = decode_shape(batch.channel, bucket, cpu) if bucket else None
@@ -135,12 +162,14 @@ class Buckets:
                 shape = self._mixed_shape_of(batch) if one else None
             if shape is None:
                 return None
+            if plan.rides is not None:
+                shape = replace(shape, cpu_rows=0).with_riders(self._ride_capacity)
             key.append(shape)
         return tuple(key)
 
     def _mixed_shape_of(self, batch: HostBatch) -> Shape | None:
         tokens = bucket_of(batch.n_tokens, self._mixed)
-        wanted = max(batch.n_gpu_rows, batch.n_sampled - MIXED_PREFILLS)
+        wanted = max(batch.n_gpu_rows, batch.n_sampled - batch.n_ride_sampled - MIXED_PREFILLS)
         rows = next((pair for pair in self._mixed_rows if pair[0] >= wanted), None)
         if tokens is None or rows is None or batch.cpu_chunks:
             return None

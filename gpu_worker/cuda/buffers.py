@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.cuda.plan import PAD_TOKENS, MetaLayout
+from gpu_worker.cuda.rides import RideBuffers, RideLayout
 from gpu_worker.plan_check import PlanLimits
 from protos.model_config import ModelConfig
 
@@ -39,7 +40,12 @@ class Buffers:
         device: torch.device,
         two_batches: bool,
     ) -> None:
-        tokens, rows = limits.max_tokens + PAD_TOKENS, limits.max_rows + PAD_TOKENS
+        lead = limits.ride_capacity if limits.ride_groups else 0
+        tokens = limits.max_tokens + PAD_TOKENS + lead
+        rows = limits.max_rows + PAD_TOKENS + lead
+        self.rides: RideBuffers | None = None
+        if limits.ride_groups:
+            self.rides = RideBuffers(RideLayout(limits), config.hidden_size, device)
 
         def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -64,7 +70,9 @@ class Buffers:
         self.head = make(CHANNELS, rows, config.hidden_size)
         self.logits = make(CHANNELS, rows, config.vocab_size)
         # Per channel: tokens [rows], logprobs [rows] as bits, void flag, waited ns (int64).
-        self.outcome = make(CHANNELS, 2 * rows + 4, dtype=torch.int32)
+        # Then for riders: waited ns, void flag by stage.
+        width = max(2 * rows, (limits.ride_groups + 1) // 2 * 2) + 4
+        self.outcome = make(CHANNELS + 1, width, dtype=torch.int32)
         self.staging = make(0)  # K and V of one layer of one sequence: see stage_for
         self.rows = rows
 
@@ -93,6 +101,16 @@ class Buffers:
     def waited_ns(self, channel: int) -> Tensor:
         """int64 [1]."""
         return self.outcome[channel, 2 * self.rows + 2 :].view(torch.int64)
+
+    @property
+    def rides_waited_ns(self) -> Tensor:
+        """int64 [1]."""
+        return self.outcome[CHANNELS, :2].view(torch.int64)
+
+    @property
+    def rides_voided(self) -> Tensor:
+        """int32 [stages] and beyond."""
+        return self.outcome[CHANNELS, 2:]
 
     @staticmethod
     def split_parts(config: ModelConfig, rows: int) -> int:

@@ -33,18 +33,24 @@ class Drawing:
     def record(self, plan: HostPlan) -> None:
         """Keeps tokens that penalties count. Before the iteration, which samples the next ones."""
         for channel, recorded in (plan.wanted.recorded if plan.wanted else {}).items():
-            fields = self._buffers.channels[channel].fields
-            ids, slots = fields["ids"], fields["slots"].long()
-            self._features.record(
-                recorded, torch.where(ids < 0, self._buffers.last_tokens[slots], ids)
-            )
+            lead = next(batch.lead for batch in plan.batches if batch.channel == channel)
+            self._features.record(recorded, self._tokens(channel)[lead:])
+        first = plan.rides.first if plan.rides else None
+        if first is not None and first.recorded is not None:
+            self._features.record(first.recorded, self._tokens(0))
+
+    def _tokens(self, channel: int) -> Tensor:
+        fields = self._buffers.channels[channel].fields
+        ids, slots = fields["ids"], fields["slots"].long()
+        return torch.where(ids < 0, self._buffers.last_tokens[slots], ids)
 
     def prompt_reports(self, plan: HostPlan, shape: Shape) -> Iterator[Report]:
         """Of one sub-batch, after its last layer and before the next one's uses its buffers."""
         channel, delta = self._buffers.channels[shape.channel], self._buffers.delta
         for part in plan.wanted.prompts if plan.wanted else ():
             if part.channel == shape.channel:
-                residual = channel.residual[part.tokens] + delta[part.tokens].float()
+                of = slice(part.tokens.start + shape.lead, part.tokens.stop + shape.lead)
+                residual = channel.residual[of] + delta[of].float()
                 report = self._features.report_prompt(part, residual)
                 if report is not None:
                     yield report

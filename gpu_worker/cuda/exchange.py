@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_worker.cuda import handoff
 from gpu_worker.cuda.host_memory import MappedSegment
 from gpu_worker.cuda.plan import CpuChunk, HostPlan, HostPlanReader, HostSwap
+from gpu_worker.cuda.rides import announced as rides_announced
 from neo_native import SwapKind, device_layout
 
 if TYPE_CHECKING:
@@ -84,12 +85,25 @@ class DeviceExchange:
             name: [work.view(at + self._at[name], torch.int64)[:1] for at in channels]
             for name in ("published", "done", "abort")
         }
+        self._ride_words(work, out, act_dtype)
         channel_q = self._max_rows * self._at["q_row_bytes"]
         self._q = [out.view(self._at["q"] + c * channel_q, act_dtype) for c in range(2)]
         channel_areas = self._max_tasks * self._at["area_bytes"]
         self._areas = [
             out.view(self._at["areas"] + c * channel_areas, torch.float32) for c in range(2)
         ]
+
+    def _ride_words(self, work: MappedSegment, out: MappedSegment, act_dtype: torch.dtype) -> None:
+        """What kernels of riders read and write, by group."""
+        at = self._at
+        self.ride_published = work.view(at["ride_published"], torch.int64)[:1]
+        self.ride_abort = work.view(at["ride_abort"], torch.int64)[:1]
+        self.ride_done = work.view(at["ride_done"], torch.int64)
+        self.ride_done_words = at["ride_done_bytes"] // 8  # between two groups
+        self.ride_tasks = at["ride_tasks"]  # of a group
+        self.ride_words = work.view(at["ride_words"], torch.int64)
+        self.ride_areas = out.view(at["ride_areas"], torch.float32)
+        self.ride_q = out.view(at["ride_q"], act_dtype)
 
     def published(self, channel: int) -> Tensor:
         """Epoch word that the device raises."""
@@ -118,7 +132,8 @@ class DeviceExchange:
     def announce(self, plan: HostPlan) -> int:
         """Writes the descriptor and the metadata that it gives. Returns tasks over all layers."""
         tasks = 0
-        announced = self._native.announce(plan.plan_id, *plan.channel_rows())
+        moves = [group.move for group in plan.rides.groups] if plan.rides else []
+        announced = self._native.announce(plan.plan_id, *plan.channel_rows(), moves)
         fields = self._reader.layout.fields
         for batch in plan.batches:
             first_epoch, n_tasks, cut = announced[batch.channel]
@@ -127,7 +142,24 @@ class DeviceExchange:
             at = fields["cpu_tasks"].at
             batch.meta[at : at + cut.size] = cut.ravel()
             tasks += n_tasks * self._n_layers
+        if plan.rides is not None:
+            layout = self._reader.ride_layout
+            tasks += rides_announced(plan.rides, layout, self._native.announced_moves())
         return tasks
+
+    def last_ride(self, plan: HostPlan) -> int:
+        """Number of the last rider job that the plan takes back; 0: none."""
+        if plan.rides is None:
+            return 0
+        return int(self._reader.ride_layout.views(plan.rides.meta)["collects"].max())
+
+    def ride_progress(self) -> int:
+        """Grows whenever a job of riders is done."""
+        return self._native.ride_progress()
+
+    def give_up_rides(self, job: int) -> None:
+        """Ends the waits of this job and of all before it."""
+        self._native.ride_abort_through(job)
 
     def last_epochs(self, plan: HostPlan) -> dict[int, int]:
         """By channel with CPU rows: the epoch of the last layer."""

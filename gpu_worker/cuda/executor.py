@@ -21,6 +21,7 @@ from gpu_worker.cuda.drawing import Drawing
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
+from gpu_worker.cuda.rides import VoidRiders
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.timeline import DeviceRecorder, Mark
 from gpu_worker.executor import Outcome
@@ -31,6 +32,7 @@ from neo_native import RowStatus
 from neo_native.timeline import SpanKind, Timeline
 
 COUNTED_TOKENS = 64  # steps of the log's sizes
+RIDES = -1  # among channels: all riders
 WATCH_S = 50e-6  # between looks at a plan that waits for cpu workers
 
 
@@ -41,14 +43,15 @@ class InFlight:
     plan: HostPlan
     begin: Event
     end: Event
-    staged: list[Tensor]  # pinned metadata, until the upload is through
+    staged: list[Tensor]  # pinned metadata, until the upload is through; the last: of riders
     outcome: Tensor  # pinned copy of Buffers.outcome
     cpu_tasks: int
     announced: bool
     last_epochs: dict[int, int]
+    last_ride: int  # the last job of riders that it takes back
     replayed: bool  # from a graph, not launched kernel by kernel
     reports: tuple[Report, ...]  # pinned, as is outcome
-    seen: dict[int, int] = field(default_factory=dict)  # epochs done, when last looked at
+    seen: dict[int, int] = field(default_factory=dict)  # what was done, when last looked at
     since: float = 0.0  # when they last grew
     marks: list[Mark] | None = None  # where the plan is recorded
 
@@ -77,6 +80,8 @@ class CudaExecutor:
         self._pinned = [self._new_pinned() for _ in range(depth)]
         self._sampled = np.empty(0, np.uint32)  # slots that the plan collected last sampled
         self._depth = depth
+        rides = stages.buffers.rides
+        self._void = VoidRiders(rides.layout) if rides else None
         # By whether a graph was replayed and by tokens: plans and their device seconds.
         self._spent: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0.0])
         self._recorder: DeviceRecorder | None = None
@@ -91,6 +96,8 @@ class CudaExecutor:
             torch.empty(self._layout.size, dtype=torch.int32, pin_memory=True)
             for _ in buffers.channels
         ]
+        if buffers.rides is not None:
+            metas.append(torch.empty_like(buffers.rides.meta, device="cpu", pin_memory=True))
         outcome = torch.empty(buffers.outcome.shape, dtype=torch.int32, pin_memory=True)
         return metas, outcome
 
@@ -116,20 +123,25 @@ class CudaExecutor:
         """Enqueues the plan."""
         buffers, exchange = self._stages.buffers, self._stages.exchange
         metas, outcome = self._pinned.pop()
-        has_cpu = any(batch.n_cpu_rows for batch in plan.batches)
-        tasks, epochs = 0, {}
+        has_cpu = any(batch.n_cpu_rows for batch in plan.batches) or plan.rides is not None
+        tasks, epochs, last_ride = 0, {}, 0
         recorder = self._recorder
         if recorder is not None and not recorder.begin_plan(plan.plan_id, self._depth):
             recorder = None
         if has_cpu:
             assert exchange is not None
             tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
+            last_ride = exchange.last_ride(plan)
         begin, end = Event(), Event()
         begin.record()
         for batch in plan.batches:
             metas[batch.channel].numpy()[: batch.used] = batch.meta[: batch.used]
             to = buffers.channels[batch.channel].meta
             to[: batch.used].copy_(metas[batch.channel][: batch.used], non_blocking=True)
+        if plan.rides is not None:
+            assert buffers.rides is not None
+            metas[-1].numpy()[:] = plan.rides.meta
+            buffers.rides.meta.copy_(metas[-1], non_blocking=True)
         for swap in plan.swaps:
             assert exchange is not None
             with recorder.stages.marked(SpanKind.SWAP) if recorder else nullcontext():
@@ -153,7 +165,10 @@ class CudaExecutor:
         end.record()
         replayed = graph is not None
         self._in_flight.append(
-            InFlight(*(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, replayed, fetched))
+            InFlight(
+                *(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, last_ride),
+                *(replayed, fetched),
+            )
         )
         if recorder is not None:
             self._in_flight[-1].marks = recorder.stages.take()
@@ -189,7 +204,7 @@ class CudaExecutor:
         )
 
     def _await(self, flight: InFlight) -> None:
-        if not flight.last_epochs:
+        if not flight.last_epochs and not flight.last_ride:
             flight.end.synchronize()
         while not flight.end.query():
             self._watch(flight)
@@ -198,14 +213,16 @@ class CudaExecutor:
     def _watch(self, flight: InFlight) -> None:
         """Gives up the CPU rows of the oldest plan once no job of it was done for too long."""
         exchange = self._stages.exchange
-        if not flight.last_epochs or exchange is None:
+        if not (flight.last_epochs or flight.last_ride) or exchange is None:
             return
         done = {channel: exchange.done_epoch(channel) for channel in flight.last_epochs}
+        done[RIDES] = exchange.ride_progress()
         now = time.monotonic()
         if done != flight.seen or not flight.begin.query():
             flight.seen, flight.since = done, now
         elif now - flight.since > exchange.timeout_s or not self._keep_waiting():
             exchange.give_up(flight.last_epochs)
+            exchange.give_up_rides(flight.last_ride)
 
     def _outcome(self, flight: InFlight) -> Outcome:
         plan, n_rows = flight.plan, len(flight.plan.slots)
@@ -230,5 +247,9 @@ class CudaExecutor:
                 outcome.void(np.arange(batch.rows.stop - batch.n_cpu_rows, batch.rows.stop))
         lost = plan.continued & ~np.isin(plan.slots, self._sampled)
         outcome.void(np.flatnonzero(lost))
+        if plan.rides is not None and self._void is not None:
+            mine = host[len(self._stages.buffers.outcome) - 1]
+            times.ride_wait = float(mine[:2].view(np.int64)[0]) * 1e-9
+            outcome.void(self._void.rows(plan.rides, mine[2:], lost))
         self._sampled = plan.slots[status == RowStatus.SAMPLED]
         return outcome

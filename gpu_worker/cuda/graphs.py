@@ -18,8 +18,9 @@ class Graphs:
     """Captured before the first plan; nothing is captured while plans run."""
 
     def __init__(self, stages: Stages, max_rows: int, max_tokens: int) -> None:
+        rides = stages.buffers.rides
         self._stages = stages
-        self._buckets = Buckets(max_rows, max_tokens)
+        self._buckets = Buckets(max_rows, max_tokens, rides.layout.capacity if rides else 0)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
     def capture(self, offload: bool) -> None:

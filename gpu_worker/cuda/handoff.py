@@ -76,6 +76,40 @@ def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
         tl.store(waited_ns, tl.load(waited_ns) + now - begin)
 
 
+@triton.jit
+def _merge_head(
+    words, areas, out, epoch, first_task, n_splits, h, area_floats, worker_area_floats,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
+):  # fmt: skip
+    """O of KV head ``h`` of one row: the splits' areas, which the task words name, merged."""
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    here = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    for split in range(0, n_splits):
+        index = (first_task + h * n_splits + split).to(tl.int64)
+        word = tl.load(words + index)
+        if (word >> EPOCH_SHIFT) == epoch:
+            worker = (word >> WORKER_SHIFT) & FIELD_MASK
+            area = areas + worker * worker_area_floats + index * area_floats
+            m = tl.load(area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"))
+            mass = tl.load(area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0)
+            o = tl.load(area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0)
+            higher = tl.maximum(top, m)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp(top - base)
+            weight = tl.exp(m - base)
+            acc = acc * shrink[:, None] + o * weight[:, None]
+            total = total * shrink + mass * weight
+            top = higher
+    total = tl.where(total == 0.0, 1.0, total)  # zeros where a job was given up
+    to = out + (h * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def collect_kernel(
     first_epoch, row_count, row_tokens, row_tasks, words, areas, out, layer,
@@ -90,31 +124,77 @@ def collect_kernel(
         epoch = tl.load(first_epoch) + layer
         task = tl.load(row_tasks + r * 2)
         n_splits = tl.load(row_tasks + r * 2 + 1)
-        g = tl.arange(0, GROUP_PAD)
-        d = tl.arange(0, DIM_PAD)
-        here = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-        top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-        total = tl.zeros((GROUP_PAD,), tl.float32)
-        acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
-        for split in range(0, n_splits):
-            index = (task + h * n_splits + split).to(tl.int64)
-            word = tl.load(words + index)  # plain: the wait's acquire, a kernel before, orders it
-            if (word >> EPOCH_SHIFT) == epoch:
-                worker = (word >> WORKER_SHIFT) & FIELD_MASK
-                area = areas + worker * worker_area_floats + index * area_floats
-                m = tl.load(area + GROUP * HEAD_DIM + g, mask=g < GROUP, other=float("-inf"))
-                mass = tl.load(area + GROUP * HEAD_DIM + GROUP + g, mask=g < GROUP, other=0.0)
-                o = tl.load(area + g[:, None] * HEAD_DIM + d[None, :], mask=here, other=0.0)
-                higher = tl.maximum(top, m)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                shrink = tl.exp(top - base)
-                weight = tl.exp(m - base)
-                acc = acc * shrink[:, None] + o * weight[:, None]
-                total = total * shrink + mass * weight
-                top = higher
         token = tl.load(row_tokens + r).to(tl.int64)
-        to = out + (token * HEADS + h * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+        # Words are loaded plainly: the wait's acquire, a kernel before, orders them.
+        _merge_head(
+            words, areas, out + token * HEADS * HEAD_DIM, epoch, task, n_splits, h,
+            area_floats, worker_area_floats,
+            GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, EPOCH_SHIFT, WORKER_SHIFT, FIELD_MASK,
+        )  # fmt: skip
+
+
+@triton.jit
+def ride_join_kernel(
+    job_of_stage, group_of_stage, count, store_rows, row_tasks,
+    done, abort, voided, waited_ns, words, areas, attn, store, residual,
+    limit_ns, group_tasks, area_floats, worker_area_floats,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    DONE_WORDS: tl.constexpr,
+    EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
+):  # fmt: skip
+    """A rider's row for a stage after the first: its residual, and O of the layer before.
+
+    One program per place and KV head, or part of the residual. Those of the heads wait as
+    ``wait_kernel`` does: the job has had an iteration's time, so that as a rule they look once.
+    """
+    r, part = tl.program_id(0), tl.program_id(1)
+    job = tl.load(job_of_stage)
+    if (r < tl.load(count)) & (job != 0):
+        if part >= KV_HEADS:
+            at = (part - KV_HEADS) * BLOCK + tl.arange(0, BLOCK)
+            row = tl.load(store_rows + r).to(tl.int64)
+            x = tl.load(store + row * HIDDEN + at, mask=at < HIDDEN, other=0.0)
+            tl.store(residual + r * HIDDEN + at, x, mask=at < HIDDEN)
+        else:
+            group = tl.load(group_of_stage).to(tl.int64)
+            begin = _now_ns(job)
+            now = begin
+            reached = _load_acquire(done + group * DONE_WORDS)
+            given_up = _load_acquire(abort)
+            while (reached < job) & (given_up < job) & (now - begin < limit_ns):
+                reached = _load_acquire(done + group * DONE_WORDS)
+                given_up = _load_acquire(abort)
+                now = _now_ns(reached)
+            if reached < job:
+                tl.store(voided, 1)
+            if (r == 0) & (part == 0):
+                tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+            _merge_head(
+                words + group * group_tasks, areas + group * group_tasks * area_floats,
+                attn + r.to(tl.int64) * HEADS * HEAD_DIM, job,
+                tl.load(row_tasks + r * 2), tl.load(row_tasks + r * 2 + 1), part,
+                area_floats, worker_area_floats,
+                GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, EPOCH_SHIFT, WORKER_SHIFT, FIELD_MASK,
+            )  # fmt: skip
+
+
+@triton.jit
+def ride_leave_kernel(
+    job_of_stage, published, count, store_rows, residual, store, PLACES: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """After K, V and Q of the stage: keeps the residual rows, and publishes the job."""
+    r = tl.program_id(0)
+    if r == PLACES:
+        job = tl.load(job_of_stage)
+        if (job != 0) & (tl.program_id(1) == 0):
+            _store_release(published, job)
+    elif r < tl.load(count):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(store_rows + r).to(tl.int64)
+        x = tl.load(residual + r * HIDDEN + at, mask=at < HIDDEN, other=0.0)
+        tl.store(store + row * HIDDEN + at, x, mask=at < HIDDEN)
 
 
 # Not specialised by the number of tokens: nothing is compiled while plans run.

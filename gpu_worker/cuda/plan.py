@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import PlanColumns, plan_columns, sampling_params
+from gpu_worker.cuda.rides import HostRides, RideLayout, host_rides
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
+from gpu_worker.riders import read_riders
 from gpu_worker.sampler import SamplingParams
 from gpu_worker.wanted import Wanted, wanted_by
 from neo_native import RowKind, SwapKind
@@ -45,6 +47,8 @@ class MetaLayout:
     def __init__(self, limits: PlanLimits) -> None:
         tokens, rows = limits.max_tokens + PAD_TOKENS, limits.max_rows
         tiles = tokens // TILE_Q + max(rows + 1, PAD_TILES)
+        lead = limits.ride_capacity if limits.ride_groups else 0
+        tokens += lead
         dump = limits.max_slots  # where the tokens of rows that are none go
         wanted = {
             "first_epoch": (2, 0),  # one int64
@@ -60,8 +64,8 @@ class MetaLayout:
             "cpu_count": (1, 0),
             "cpu_tokens": (rows + PAD_TOKENS, 0),
             "cpu_tasks": (2 * (rows + PAD_TOKENS), 0),
-            "sample_tokens": (rows + PAD_TOKENS, 0),
-            "sample_slots": (rows + PAD_TOKENS, dump),
+            "sample_tokens": (rows + PAD_TOKENS + lead, 0),
+            "sample_slots": (rows + PAD_TOKENS + lead, dump),
             "tile_rows": (tiles, -1),
             "tile_firsts": (tiles, 0),
             "prefill_tokens": (rows, 0),
@@ -115,6 +119,8 @@ class HostBatch:
     n_sampled: int
     meta: npt.NDArray[np.int32]  # as uploaded
     used: int  # of it
+    lead: int = 0  # places of riders before the rows
+    n_ride_sampled: int = 0  # of n_sampled
 
     @property
     def n_cpu_rows(self) -> int:
@@ -149,6 +155,7 @@ class HostPlan:
     sampling: SamplingParams
     continued: npt.NDArray[np.bool_]  # [rows]: the token is the one that the plan before samples
     wanted: Wanted | None = None
+    rides: HostRides | None = None  # in the places before the rows of channel 0
 
     def channel_rows(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Slots and lengths of the decode_cpu rows, each a pair by channel."""
@@ -166,6 +173,7 @@ class HostPlanReader:
         self._sequences = sequences
         self._limits = limits
         self.layout = MetaLayout(limits)
+        self.ride_layout = RideLayout(limits)
 
     def read(self, step: StepSlot) -> HostPlan:
         """A checked copy of the step."""
@@ -174,38 +182,59 @@ class HostPlanReader:
         n_rows = [int(n) for n in header["n_rows"]]
         rows = step.rows[: sum(n_rows)]
         columns = plan_columns(rows, step.tokens)
-        sampled = np.flatnonzero(rows["sample"])
         bounds = (slice(0, n_rows[0]), slice(n_rows[0], n_rows[0] + n_rows[1]))
-        last = columns.first[1:] - 1
+        rides = self._rides(rows[bounds[1].stop :], bounds[1].stop, columns)
+        own = [bound.start + np.flatnonzero(rows["sample"][bound]) for bound in bounds]
+        sampled = np.concatenate((own[0], rides.sampled if rides else own[0][:0], own[1]))
+        continued = columns.token_ids[columns.first[1:] - 1] == UNKNOWN_TOKEN
+        for group in rides.groups if rides else ():
+            continued[group.rows] &= group.stage == 0
         return HostPlan(
             plan_id=int(header["plan_id"]),
             slots=columns.slots,
             batches=tuple(
-                self._batch(channel, bound, columns, rows["sample"])
+                self._batch(channel, bound, columns, rows["sample"], None if channel else rides)
                 for channel, bound in enumerate(bounds)
-                if bound.start < bound.stop
+                if bound.start < bound.stop or (rides and channel == 0)
             ),
             swaps=tuple(self._swaps(step.swaps[: int(header["n_swaps"])])),
             sampled_rows=sampled,
             sampling=sampling_params(self._sequences, columns, sampled),
-            continued=columns.token_ids[last] == UNKNOWN_TOKEN,
-            wanted=wanted_by(self._sequences, columns, sampled, n_rows, rows["stage"]),
+            continued=continued,
+            rides=rides,
+            wanted=wanted_by(self._sequences, columns, sampled, n_rows),
         )
 
-    def _batch(self, channel: int, bound: slice, rows: PlanColumns, sample: Array) -> HostBatch:
+    def _rides(self, rows: Array, at: int, columns: PlanColumns) -> HostRides | None:
+        groups = read_riders(rows, at, columns, self._sequences, self._limits, torch.device("cpu"))
+        if not groups:
+            return None
+        return host_rides(groups, self.ride_layout, self._sequences, self._limits.page_size)
+
+    def _batch(
+        self,
+        channel: int,
+        bound: slice,
+        rows: PlanColumns,
+        sample: Array,
+        rides: HostRides | None,
+    ) -> HostBatch:
+        """``rides``: that have their places before these rows."""
         base, end = int(rows.first[bound.start]), int(rows.first[bound.stop])
         n = end - base
         kinds, counts = rows.kinds[bound], rows.counts[bound]
-        firsts, slots = rows.first[bound] - base, rows.slots[bound]
+        lead = rides.capacity if rides else 0
+        firsts, slots = rows.first[bound] - base + lead, rows.slots[bound]
         lens = (rows.starts + rows.counts)[bound]
         meta = np.empty(self.layout.size, np.int32)
         meta[: self.layout.tables_at] = self.layout.blank
         fields = {name: meta[f.at : f.at + f.size] for name, f in self.layout.fields.items()}
         token_kinds = np.repeat(kinds, counts)
-        fields["ids"][:n] = rows.token_ids[base:end]
-        fields["positions"][:n] = rows.token_positions[base:end]
-        fields["slots"][:n] = rows.token_slots[base:end]
-        self._places(fields, n, token_kinds, rows, base)
+        mine = slice(lead, lead + n)
+        fields["ids"][mine] = rows.token_ids[base:end]
+        fields["positions"][mine] = rows.token_positions[base:end]
+        fields["slots"][mine] = rows.token_slots[base:end]
+        self._places(fields, mine, token_kinds, rows, base)
         gpu = np.flatnonzero(kinds == RowKind.DECODE_GPU)
         cpu = np.flatnonzero(kinds == RowKind.DECODE_CPU)
         prefill = np.flatnonzero(kinds <= RowKind.PREFILL_CPU)
@@ -217,6 +246,7 @@ class HostPlanReader:
         sampled = np.flatnonzero(sample[bound])
         fields["sample_tokens"][: len(sampled)] = (firsts + counts - 1)[sampled]
         fields["sample_slots"][: len(sampled)] = slots[sampled]
+        n_rides = _embed_and_sample(fields, rides, len(sampled)) if rides else 0
         n_tiles, chunks = _prefills(fields, prefill, kinds, firsts, counts, lens, slots, len(gpu))
         used = self._tables(
             meta, fields, np.concatenate((gpu, prefill)), slots, lens, kinds, counts
@@ -231,30 +261,33 @@ class HostPlanReader:
             to_cpu=bool((kinds == RowKind.PREFILL_CPU).any()) or len(cpu) > 0,
             n_tiles=n_tiles,
             cpu_chunks=chunks,
-            n_sampled=len(sampled),
+            n_sampled=len(sampled) + n_rides,
             meta=meta,
             used=used,
+            lead=lead,
+            n_ride_sampled=n_rides,
         )
 
     def _places(
-        self, fields: dict[str, Array], n: int, kinds: Array, rows: PlanColumns, base: int
+        self, fields: dict[str, Array], mine: slice, kinds: Array, rows: PlanColumns, base: int
     ) -> None:
-        """Where each token's K and V go."""
+        """Where each token's K and V go. ``mine``: their places in the fields."""
+        n = mine.stop - mine.start
         slots = rows.token_slots[base : base + n]
         positions = rows.token_positions[base : base + n]
         on_gpu = (kinds == RowKind.PREFILL_GPU) | (kinds == RowKind.DECODE_GPU)
         size = self._limits.block_size
         blocks = self._sequences.block_table[slots[on_gpu], positions[on_gpu] // size]
-        fields["cache_slots"][:n][on_gpu] = (
+        fields["cache_slots"][mine][on_gpu] = (
             blocks.astype(np.int64) * size + positions[on_gpu] % size
         )
         if on_gpu.all():
             return
         size = self._limits.page_size
-        fields["pages"][:n][~on_gpu] = self._sequences.page_table[
+        fields["pages"][mine][~on_gpu] = self._sequences.page_table[
             slots[~on_gpu], positions[~on_gpu] // size
         ]
-        fields["page_rows"][:n][~on_gpu] = positions[~on_gpu] % size
+        fields["page_rows"][mine][~on_gpu] = positions[~on_gpu] % size
 
     def _tables(
         self,
@@ -308,6 +341,22 @@ class HostPlanReader:
         pages = self._sequences.page_table[slot, positions // page].astype(np.int32)
         flat = positions.astype(np.int32)
         return HostSwap(SwapKind.IN, flat, pages, (positions % page).astype(np.int32))
+
+
+def _embed_and_sample(fields: dict[str, Array], rides: HostRides, at: int) -> int:
+    """Riders of the first stage and of the last, which needs ``at`` on; returns the latter's."""
+    if rides.first is not None:
+        n = len(rides.first.slots)
+        ids = rides.first.tokens.numpy().astype(np.int32)
+        if rides.first.continued is not None:
+            ids[rides.first.continued.tokens] = UNKNOWN_TOKEN
+        fields["ids"][:n], fields["slots"][:n] = ids, rides.first.slots
+    if rides.last is None:
+        return 0
+    n = len(rides.last.slots)
+    fields["sample_tokens"][at : at + n] = np.arange(n)
+    fields["sample_slots"][at : at + n] = rides.last.slots
+    return n
 
 
 def _prefills(

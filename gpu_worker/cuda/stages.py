@@ -69,11 +69,14 @@ class Stages:
         for layer in range(n_layers):
             for s in shapes:
                 self.join(s, layer)
+                self.join_riders(s, layer)
                 self.linear(s, layer)
                 self.store(s, layer)
+                self.leave_riders(s, layer)
                 self.attend(s, layer)
         for s in shapes:
             self.join(s, n_layers)
+            self.join_riders(s, n_layers)
             self._post_projection(s, n_layers - 1)
             if at_end is not None:
                 at_end(s)
@@ -136,14 +139,29 @@ class Stages:
 
     def store(self, s: Shape, layer: int) -> None:
         """RoPE; K and V into their caches; Q to the cpu workers, then the epoch."""
-        c, f, cfg = self._channel(s), self._channel(s).fields, self._config
+        c, e = self._channel(s), self.exchange
+        fields = {
+            name: c.fields[name][s.lead :]
+            for name in ("positions", "cache_slots", "pages", "page_rows", "q_rows")
+        }
+        q = e.q(s.channel) if e and s.to_cpu else None
+        self._rope_store(c.qkv[s.lead :], s.tokens - s.lead, fields, layer, q)
+        if s.cpu_rows and e:
+            handoff.publish_kernel[(1,)](
+                c.fields["first_epoch"], e.published(s.channel), layer, num_warps=1
+            )
+
+    def _rope_store(
+        self, qkv: Tensor, n: int, f: dict[str, Tensor], layer: int, q: Tensor | None
+    ) -> None:
+        """``n`` rows of ``qkv``. ``q``: where Q of CPU rows goes; None: there are none."""
+        cfg, e = self._config, self.exchange
         heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
-        part = 4 if s.tokens <= FEW_TOKENS else 16
+        part = 4 if n <= FEW_TOKENS else 16
         kv = self.cache.blocks[layer]
-        to_cpu = s.to_cpu and self.exchange is not None
-        e = self.exchange
-        elementwise.rope_store_kernel[(s.tokens, triton.cdiv(heads, part))](
-            c.qkv,
+        to_cpu = q is not None
+        elementwise.rope_store_kernel[(n, triton.cdiv(heads, part))](
+            qkv,
             f["positions"],
             self._rope,
             kv,
@@ -152,9 +170,9 @@ class Stages:
             f["pages"],
             f["page_rows"],
             f["q_rows"],
-            e.tiles if e and to_cpu else c.qkv,
-            e.scales if e and to_cpu else c.residual,
-            e.q(s.channel) if e and to_cpu else c.qkv,
+            e.tiles if e and to_cpu else qkv,
+            e.scales if e and to_cpu else self._rope,
+            qkv if q is None else q,
             layer,
             e.n_pages if e else 0,
             e.tile_stride if e else 0,
@@ -167,10 +185,71 @@ class Stages:
             TO_CPU=to_cpu,
             INT8=bool(e and to_cpu and e.is_int8),
         )
-        if s.cpu_rows and e:
-            handoff.publish_kernel[(1,)](
-                f["first_epoch"], e.published(s.channel), layer, num_warps=1
-            )
+
+    def join_riders(self, s: Shape, layer: int) -> None:
+        """The group of this stage into the places before the rows; the first stage embeds it."""
+        rides, e = self.buffers.rides, self.exchange
+        if not s.lead or layer == 0 or rides is None or e is None:
+            return
+        c, f, cfg = self._channel(s), rides.fields, self._config
+        parts = triton.cdiv(cfg.hidden_size, BLOCK)
+        handoff.ride_join_kernel[(s.lead, cfg.num_key_value_heads + parts)](
+            f["collects"][layer:],
+            f["group"][layer:],
+            f["count"][layer:],
+            f["store_rows"][layer],
+            f["tasks"][layer],
+            e.ride_done,
+            e.ride_abort,
+            self.buffers.rides_voided[layer:],
+            self.buffers.rides_waited_ns,
+            e.ride_words,
+            e.ride_areas,
+            c.attn,
+            rides.residual,
+            c.residual,
+            e.limit_ns,
+            e.ride_tasks,
+            e.area_floats,
+            e.worker_area_floats,
+            HEADS=cfg.num_attention_heads,
+            KV_HEADS=cfg.num_key_value_heads,
+            GROUP=self._group["GROUP"],
+            GROUP_PAD=triton.next_power_of_2(self._group["GROUP"]),
+            HEAD_DIM=cfg.head_dim,
+            DIM_PAD=self._dim_pad,
+            HIDDEN=cfg.hidden_size,
+            BLOCK=BLOCK,
+            DONE_WORDS=e.ride_done_words,
+            EPOCH_SHIFT=e.epoch_shift,
+            WORKER_SHIFT=e.worker_shift,
+            FIELD_MASK=e.field_mask,
+            num_warps=1,
+        )
+
+    def leave_riders(self, s: Shape, layer: int) -> None:
+        """RoPE; K and V into the CPU-cache, Q to the cpu workers; the residual is kept."""
+        rides, e = self.buffers.rides, self.exchange
+        if not s.lead or rides is None or e is None:
+            return
+        c, f, hidden = self._channel(s), rides.fields, self._config.hidden_size
+        fields = {
+            name: f[name][layer] for name in ("positions", "cache_slots", "pages", "page_rows")
+        }
+        fields["q_rows"] = f["store_rows"][layer]
+        self._rope_store(c.qkv, s.lead, fields, layer, e.ride_q)
+        handoff.ride_leave_kernel[(s.lead + 1, triton.cdiv(hidden, BLOCK))](
+            f["publishes"][layer:],
+            e.ride_published,
+            f["count"][layer:],
+            f["store_rows"][layer],
+            c.residual,
+            rides.residual,
+            PLACES=s.lead,
+            HIDDEN=hidden,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
 
     def join(self, s: Shape, layer: int) -> None:
         """O of the layer before, from the cpu workers."""
