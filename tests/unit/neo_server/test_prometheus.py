@@ -57,7 +57,7 @@ async def test_a_scrape_shows_what_the_engine_did() -> None:
     assert before["neo:num_requests_waiting"] == {(): 6.0}
     assert before["neo:num_tokens_waiting"] == {(): 18.0}
     task = asyncio.create_task(engine.run())
-    streams = [request.stream for request in list(engine._requests.values())]
+    streams = [request.stream for request in list(engine._by_sequence.values())]
     while not engine.scheduler.metrics.num_cpu_decodes:
         await asyncio.sleep(0)
     during = samples(state_of(engine))
