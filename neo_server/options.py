@@ -31,6 +31,7 @@ PANELS = {
     "Scheduling": (
         *("scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
         *("tpot_slo_ms", "ttft_slo_ms", "max_skipped_iterations", "profile", "profile_dir"),
+        "enable_piggyback",
     ),
     "GPU and GPU-cache": (
         *("device", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_memory_bytes"),

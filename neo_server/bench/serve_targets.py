@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import ssl
 import time
 from pathlib import Path
@@ -96,6 +97,7 @@ class HttpTarget:
     def __init__(
         self, base_url: str, api_key: str | None, ca_certs: Path | None, *, chat: bool
     ) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.AsyncClient(
             base_url=base_url.rstrip("/"),

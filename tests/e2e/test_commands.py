@@ -78,7 +78,8 @@ def test_bench_serve_over_http_with_a_trace(server: RunningServer, tmp_path: Pat
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     data = ("--dataset-name", "trace", "--dataset-path", str(trace), "--ignore-eos")
-    line, _ = bench(server, tmp_path, "--backend", "openai", *data)
+    line, text = bench(server, tmp_path, "--backend", "openai", *data)
+    assert "INFO" not in text  # not a line for every request
     # One of the three does not fit in max_model_len.
     assert (line["completed"], line["total_input_tokens"]) == (2, 42)
     assert line["total_output_tokens"] == 8
