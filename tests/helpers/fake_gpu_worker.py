@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -174,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
     parser.add_argument("--die-at", type=int, default=0, help="exit before answering this plan")
+    parser.add_argument("--plan-ms", type=float, default=0.0, help="sleep of every plan")
     parser.add_argument("--fail", action="store_true", help="exit before registering")
     arguments = parser.parse_args()
     if arguments.fail:
@@ -216,6 +218,7 @@ def main() -> None:
         plan_id = int(step.header["plan_id"])
         if arguments.die_at and plan_id >= arguments.die_at:
             os._exit(9)
+        time.sleep(arguments.plan_ms / 1000)
         answers = model.answer(step.header, step.rows, step.swaps, step.tokens)
         slot = results.acquire()
         assert slot is not None
