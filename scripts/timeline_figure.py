@@ -18,8 +18,10 @@ COLOURS = {
     "cpu_wait": "#d9d9d9", "swap": "#a87a9f", "head": "#8c8c8c", "attend": "#d08770",
 }  # fmt: skip
 SHADES = {0: 1.0, 1: 0.55}  # opacity by sub-batch
-NAMES = {"handoff": "stores, hand-off", "collect": "collect O", "gpu_attn": "attention here", "cpu_wait": "wait for O",
-         "attend": "attention task"}  # fmt: skip
+NAMES = {
+    "handoff": "stores, hand-off", "collect": "collect O", "gpu_attn": "attention here",
+    "cpu_wait": "wait for O", "attend": "attention task",
+}  # fmt: skip
 
 Event = dict[str, Any]
 
@@ -76,7 +78,8 @@ def draw(rows: dict[str, list[Event]], out: Path) -> None:
     used: dict[str, str] = {}
     for at, spans in enumerate(rows.values()):
         for span in spans:
-            colour = used.setdefault(NAMES.get(span["name"], span["name"]), COLOURS[span["name"]])
+            name = str(span["name"])
+            colour = used.setdefault(NAMES.get(name, name), COLOURS[name])
             axes.broken_barh(
                 [(span["ts"] * 1e-3, span["dur"] * 1e-3)],
                 (at - 0.38, 0.76),
