@@ -8,7 +8,7 @@ NATIVE_SOURCES := $(shell find csrc protos -name '*.cpp' -o -name '*.hpp' -o -na
 PACKAGE_SOURCES := $(shell find protos neo_server gpu_worker cpu_attn_worker csrc/neo_native -name '*.py')
 CPP_SOURCES := $(shell find csrc protos tests/cpp -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: setup demo test soak lint format model clean test-cpp test-sanitizers
+.PHONY: setup demo test soak lint format model clean test-cpp test-gpu test-sanitizers
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,11 @@ soak: setup model test-cpp test-sanitizers
 
 test-cpp: setup
 	BUILD=build/cpp PATH="$(abspath $(BIN)):$$PATH" scripts/test_cpp.sh
+
+# On a machine with a CUDA device: the kernels, then whole servers. Stops at the fifth failure.
+test-gpu: setup model
+	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device')"
+	NEO_TEST_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest tests/gpu --maxfail 5 $(PYTEST_ARGS)
 
 # The C++ tests under ThreadSanitizer, and under AddressSanitizer with UBSan.
 test-sanitizers: setup

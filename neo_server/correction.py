@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from neo_server.cost_model import CostModel, Stages
@@ -90,11 +91,8 @@ class CorrectedCost:
         stages = load.stages(self)
         times = result.times
         floor = _LEAST_SHARE * measured
-        if sum(times.linear) <= 0.0:  # a device that does not time its stages
-            now = load.seconds(self)
-            for name in FACTORS:
-                if name != "cpu_attn":
-                    self._move(name, measured / now if now > 0.0 else 1.0)
+        if sum(times.linear) <= 0.0:
+            self._learn_untimed(load, stages, measured, times, floor)
             return
         moved = sum(batch.moved for batch in load.batches)
         self._compare("linear", layers * sum(s.linear for s in stages), sum(times.linear), floor)
@@ -107,6 +105,45 @@ class CorrectedCost:
             self._learn_riders(load, times, measured, floor)
         else:
             self._learn_cpu(stages, layers, times, floor)
+
+    def _learn_untimed(
+        self,
+        load: StepLoad,
+        stages: list[Stages],
+        measured: float,
+        times: StageTimes,
+        floor: float,
+    ) -> None:
+        """Of a device that times no stages, only how long it waited for the cpu workers.
+
+        The rest of the iteration is the sum of its stages, whatever their order: each is corrected
+        by its predicted share of it, so that iterations of different kinds tell stages apart. Not
+        learned from: iterations with copies between the caches, which no sum accounts for.
+        """
+        if any(batch.moved for batch in load.batches):
+            return
+        layers, work = self.num_layers, max(measured - sum(times.cpu_wait), 0.0)
+        parts = {
+            "linear": layers * sum(s.linear for s in stages),
+            "prefill_attn": layers
+            * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs),
+            "handoff": layers * sum(s.handoff for s in stages),
+            "head": self.head(sum(batch.sampled for batch in load.batches)),
+        }
+        parts["gpu_attn"] = layers * sum(s.gpu_attn for s in stages) - parts["prefill_attn"]
+        total = sum(parts.values())
+        if total <= 0.0 or work <= 0.0:
+            return
+        for name, seconds in parts.items():
+            self._move(name, work / total, seconds / total)
+        scale = work / total * layers
+        shared_out = StageTimes(
+            linear=_pair(scale * s.linear for s in stages),
+            gpu_attn=_pair(scale * s.gpu_attn for s in stages),
+            cpu_wait=times.cpu_wait,
+            handoff=scale * sum(s.handoff for s in stages),
+        )
+        self._learn_cpu(stages, layers, shared_out, floor)
 
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
         """One measured time for two kinds of stage: each is corrected by its predicted share."""
@@ -164,3 +201,9 @@ class CorrectedCost:
         weight = max(_WEIGHT, 1.0 / (1.0 + self._seen[name]))  # the first ones count for more
         factor = self.factors[name] * ratio ** (weight * share)
         self.factors[name] = min(max(factor, 1.0 / BOUND), BOUND)
+
+
+def _pair(seconds: Iterable[float]) -> tuple[float, float]:
+    """By sub-batch; 0 where there is none."""
+    first, second = (*seconds, 0.0, 0.0)[:2]
+    return first, second

@@ -78,9 +78,8 @@ def draw(rows: dict[str, list[Event]], out: Path) -> None:
     used: dict[str, str] = {}
     for at, spans in enumerate(rows.values()):
         for span in spans:
-            colour = used.setdefault(
-                str(NAMES.get(span["name"], span["name"])), COLOURS[span["name"]]
-            )
+            name = str(span["name"])
+            colour = used.setdefault(NAMES.get(name, name), COLOURS[name])
             axes.broken_barh(
                 [(span["ts"] * 1e-3, span["dur"] * 1e-3)],
                 (at - 0.38, 0.76),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -129,6 +131,55 @@ def test_of_two_sub_batches_that_wait_for_the_cpu_t_ca_is_learned(
         result = StepResult(1, [], [], load.seconds(truth), stage_times(truth, load))
         believed.learn(load, load.seconds(believed), result)
     assert believed.cpu_attn(1, 8000.0) == pytest.approx(truth.cpu_attn(1, 8000.0), rel=0.02)
+
+
+class Skewed:
+    """A cost model whose stages are wrong by different factors."""
+
+    def __init__(self, truth: RooflineCost, **factors: float) -> None:
+        self._truth = truth
+        self._factors = factors
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._truth, name)
+        factor = self._factors.get(name)
+        return value if factor is None else lambda *load: factor * value(*load)
+
+
+UNTIMED = {
+    "chunk": StepLoad((Load(tokens=512, pairs=4e5, sampled=1),), Load()),
+    "decodes": StepLoad((Load(tokens=64, gpu_rows=64, gpu_tokens=2.5e5, sampled=64),), Load()),
+    "long decodes": StepLoad((Load(tokens=4, gpu_rows=4, gpu_tokens=4e5, sampled=4),), Load()),
+    "two batches": StepLoad(tuple(Load().with_cpu(n, n * 8000.0) for n in (6, 10)), Load()),
+}
+
+
+def learn_untimed(
+    believed: CorrectedCost, truth: RooflineCost, names: Iterable[str], rounds: int
+) -> None:
+    """Results of a device that says only how long a plan took and how long it waited."""
+    for _ in range(rounds):
+        for load in (UNTIMED[name] for name in names):
+            times = StageTimes(cpu_wait=stage_times(truth, load).cpu_wait)
+            result = StepResult(1, [], [], load.seconds(truth), times)
+            believed.learn(load, load.seconds(believed), result)
+
+
+def test_stages_that_nobody_times_are_told_apart_by_iterations_of_different_kinds() -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(Skewed(truth, linear=2.0, gpu_attn=0.4, cpu_attn=3.0))
+    learn_untimed(believed, truth, UNTIMED, rounds=150)
+    for stage, load in (("linear", (300,)), ("gpu_attn", (8, 4e5)), ("cpu_attn", (8, 64_000.0))):
+        found, wanted = (getattr(cost, stage)(*load) for cost in (believed, truth))
+        assert found == pytest.approx(wanted, rel=0.1), stage
+
+
+def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(truth.with_cpu_bandwidth(4.0))  # the CPU is slower than believed
+    learn_untimed(believed, truth, ["two batches"], rounds=60)
+    assert believed.factors["linear"] == pytest.approx(1.0, rel=0.02)
+    assert believed.cpu_attn(8, 64_000.0) == pytest.approx(truth.cpu_attn(8, 64_000.0), rel=0.1)
 
 
 def test_corrections_are_bounded() -> None:

@@ -1,0 +1,92 @@
+"""Marks around the device's stages, with a clock in place of CUDA events."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
+
+from gpu_worker.cuda import timeline as cuda_timeline
+from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buffers import Buffers
+from gpu_worker.cuda.plan import HostPlanReader
+from gpu_worker.cuda.stages import Stages
+from gpu_worker.cuda.timeline import DeviceRecorder
+from gpu_worker.kv_pool import GpuCache
+from neo_native import RowKind
+from neo_native.location import Location
+from neo_native.timeline import DEVICE_LANE, SpanKind, Timeline
+from protos.model_config import ModelConfig
+from tests.helpers.engine_rig import BLOCK_SIZE, CPU, MAX_LEN, Rig, Row
+from tests.helpers.fake_cpu_side import FakeCpuSide
+from tests.helpers.tiny_llama import make_checkpoint
+
+
+class ClockEvent:
+    """The device's clock ticks once a millisecond, at every record."""
+
+    ticks = itertools.count()
+
+    def record(self) -> None:
+        self.at = float(next(self.ticks))
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: ClockEvent) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_timeline, "Event", ClockEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_every_stage_of_a_recorded_plan_is_between_two_events(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama3.2")
+    config = ModelConfig.from_pretrained(tmp_path)
+    rig = Rig(tmp_path, cpu_side=FakeCpuSide())
+    reader = HostPlanReader(rig.sequences, rig.limits)
+    cache = GpuCache(config, rig.cache.num_blocks, BLOCK_SIZE, torch.float32, CPU)
+    buffers = Buffers(config, rig.limits, reader.layout, torch.float32, CPU, False)
+    stages = Stages(rig.model, cache, buffers, None, MAX_LEN)
+    timeline = Timeline.create(Location("cuda", str(tmp_path)), lanes=3, spans=512)
+    timeline.window(7, 8)
+    recorder = DeviceRecorder(timeline, stages)
+    assert [recorder.begin_plan(plan, 2) for plan in (6, 7, 8)] == [False, True, False]
+
+    plan = reader.read(rig.step([Row(0, RowKind.PREFILL_GPU, 0, [5, 6, 7])]))
+    (batch,) = plan.batches
+    buffers.channels[0].meta[: batch.used] = torch.from_numpy(batch.meta[: batch.used])
+    begin, end = ClockEvent(), ClockEvent()
+    with torch.inference_mode():
+        stages.forward([Shape.of(batch)])
+        plain = buffers.logits[0, :1].clone()
+        begin.record()
+        recorder.stages.forward([Shape.of(batch)])
+        end.record()
+    assert torch.equal(buffers.logits[0, :1], plain)
+    recorder.write(7, recorder.stages.take(), begin, end, 0)
+    assert recorder.stages.take() == []
+
+    (lane,) = timeline.recorded()
+    assert lane.index == DEVICE_LANE
+    *marks, whole = lane.spans
+    assert SpanKind(int(whole["kind"])) is SpanKind.ITERATION
+    layers = config.num_hidden_layers
+    each = (SpanKind.LINEAR, SpanKind.HANDOFF, SpanKind.GPU_ATTN)
+    wanted = [(kind, layer) for layer in range(layers) for kind in each]
+    wanted = [(SpanKind.HEAD, 0), *wanted, (SpanKind.LINEAR, layers), (SpanKind.HEAD, layers)]
+    assert [(SpanKind(int(m["kind"])), int(m["layer"])) for m in marks] == wanted
+    edges = [int(mark[name]) for mark in marks for name in ("begin_ns", "end_ns")]
+    assert edges == sorted(edges)
+    assert whole["begin_ns"] < edges[0]
+    assert edges[-1] < whole["end_ns"]
+    assert set(lane.spans["plan_id"].tolist()) == {7}
