@@ -21,6 +21,7 @@ BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
 _WEIGHT = 0.08  # of the newest iteration
 _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
 _WINDOW = 64  # iterations that the error is a median of
+_LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
 
 
@@ -183,12 +184,15 @@ class CorrectedCost:
     def _learn_riders(
         self, load: StepLoad, times: StageTimes, measured: float, floor: float
     ) -> None:
-        """Riders' attention has the whole iteration: a wait means that it took all of it."""
+        """Riders' attention has the whole iteration: a wait means that it took all of it.
+
+        Unless it should have taken little: then something else was late, not the attention slow.
+        """
         predicted = self.cpu_attn(load.ride.cpu_rows, load.ride.cpu_tokens)
         if predicted <= 0.0 or not math.isfinite(predicted):
             return
         ratio = measured / predicted
-        if times.ride_wait > floor or ratio < 1.0:
+        if ratio < 1.0 or (times.ride_wait > floor and ratio < 1.0 / _LEAST_BUSY):
             self._move("cpu_attn", ratio)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:

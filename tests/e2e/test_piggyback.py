@@ -62,8 +62,7 @@ def test_tokens_of_riders_that_join_leave_and_move_equal_transformers(
     assert loads.iterations["piggyback"] > tokens_by_riding * 30
     assert loads.num_cpu_decodes > 0
     if policy == RIDE_CHURN:
-        assert loads.num_swap_ins + loads.num_swap_outs > 0
-        assert loads.num_preemptions > 0
+        assert loads.num_swap_ins > 0
     for prompt, tokens, aborted in zip(SHORT, results, aborts, strict=True):
         assert len(tokens) == NEW_TOKENS or (aborted and len(tokens) >= 2)
         prompt_ids = reference.encode(prompt)
