@@ -50,6 +50,7 @@ from tests.helpers.engine_rig import make_geometry, make_segment
 NOWHERE = torch.device("meta")
 LEN, SLOTS, BLOCK, PAGE = 4096, 4, 16, 64
 MAX_ROWS, MAX_TOKENS = 300, 2048
+RIDERS = 8  # places of a group
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -136,6 +137,7 @@ def make_stages(config: ModelConfig, dtype: DType, kv_code: int) -> Stages:
         config, dtype, block_size=BLOCK, page_size=PAGE, max_slots=SLOTS, n_pages=2,
         max_blocks=LEN // BLOCK, max_pages=LEN // PAGE, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_tasks=MAX_ROWS * config.num_key_value_heads * 2, kv_dtype=kv_code,
+        ride_groups=config.num_hidden_layers + 1, ride_capacity=RIDERS,
     )  # fmt: skip
     kinds = {"sequences": SegmentKind.SEQUENCES, "work": SegmentKind.WORK,
              "exchange": SegmentKind.EXCHANGE, "cpu_cache": SegmentKind.CPU_CACHE}  # fmt: skip
@@ -160,12 +162,12 @@ def make_stages(config: ModelConfig, dtype: DType, kv_code: int) -> Stages:
 def start(stages: Stages) -> None:
     """What the backend launches before the first plan."""
     backend._warm_up(stages, MAX_TOKENS)
-    for key in Buckets(MAX_ROWS, MAX_TOKENS).keys(offload=True):
+    for key in Buckets(MAX_ROWS, MAX_TOKENS, RIDERS).keys(offload=True):
         stages.forward(key)
 
 
 def serve(stages: Stages, plans: int) -> None:
-    """Plans without a graph, of random sizes: two sub-batches, later chunks, swaps."""
+    """Plans without a graph, of random sizes: two sub-batches, later chunks, riders, swaps."""
     draw = np.random.default_rng(0)
     exchange = stages.exchange
     assert exchange is not None
@@ -179,6 +181,8 @@ def serve(stages: Stages, plans: int) -> None:
                 Shape(channel, gpu_rows + cpu_rows + new, gpu_rows, cpu_rows,
                       bool(cpu_rows or chunks), tiles, gpu_rows + cpu_rows + 1, chunks)
             )  # fmt: skip
+        if draw.random() < 0.5:
+            shapes[0] = shapes[0].with_riders(RIDERS)
         stages.forward(shapes)
         places = [np.zeros(int(draw.integers(1, LEN)), np.int32)] * 3
         for kind in (SwapKind.OUT, SwapKind.IN):

@@ -114,23 +114,18 @@ def test_jobs_are_finished_while_no_plan_is_in_flight_and_then_the_pool_sleeps()
         worker.stop()
 
 
-def test_jobs_are_done_in_the_order_in_which_they_are_needed() -> None:
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_jobs_are_done_in_the_order_in_which_they_are_needed(jobs: int) -> None:
     with rig(TOKENS, **RIDES) as r:
-        exchange = r.exchange()
-        waves = Waves(r, exchange)
+        waves = Waves(r, r.exchange())
         order = [3, 1, 2, 0]
-        for group in order:  # one stage apart would need a worker: so each in a plan of its own
-            waves.waves[group].fill([0, 1], [0, 2], [300, 700])
+        for group in order:
+            waves.waves[group].fill([0, 1], [0, 2], [300, 17])
             waves.run([waves.waves[group]])
-        worker = r.thread_worker(0)
-        worker.start()
-        seen: list[int] = []
-        end = time.monotonic() + 30
-        while len(seen) < 4 and time.monotonic() < end:
-            now = [g for g in range(4) if done_number(r, g) and g not in seen]
-            seen += sorted(now, key=order.index)
-        worker.stop()
-        assert seen == order
+        tasks = 2 * r.dim("n_kv_heads")
+        worker = r.spawn(f"finished=stop@{jobs * tasks + 1}")
+        wait_until(lambda: is_stopped(worker.pid))
+        assert [group for group in order if done_number(r, group)] == order[:jobs]
 
 
 def done_number(r: Rig, group: int) -> int:
