@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch import CpuDecodes, Plan
+from gpu_worker.errors import BadPlanError
 from gpu_worker.riders import RiderGroup
 
 if TYPE_CHECKING:
@@ -99,14 +100,21 @@ class Offload:
         return frozenset(self._voided)
 
     def begin(self, plan: Plan) -> None:
-        """Announces the plan's decode_cpu rows and riders, if any, which wakes the pool."""
+        """Announces the plan's decode_cpu rows and riders, if any, which wakes the pool.
+
+        Raises ``BadPlanError`` for riders that do not follow from the plans before.
+        """
         self._voided.clear()
         self._tasks = 0
         slots, seq_lens = zip(*(plan.channel_rows(channel) for channel in (0, 1)), strict=True)
         self._active = any(map(len, slots)) or len(plan.riders) > 0
         if self._active:
             moves = [group.move for group in plan.riders]
-            self._exchange.begin_plan(plan.plan_id, slots, seq_lens, moves)
+            try:
+                self._exchange.begin_plan(plan.plan_id, slots, seq_lens, moves)
+            except ValueError as error:  # riders that do not follow from the plans before
+                self._active = False
+                raise BadPlanError(f"plan {plan.plan_id}: {error}") from error
 
     @contextmanager
     def trial(self, slots: Array, seq_lens: Array) -> Iterator[None]:

@@ -18,6 +18,7 @@ from gpu_worker.cuda import handoff
 from gpu_worker.cuda.host_memory import MappedSegment
 from gpu_worker.cuda.plan import CpuChunk, HostPlan, HostPlanReader, HostSwap
 from gpu_worker.cuda.rides import announced as rides_announced
+from gpu_worker.errors import BadPlanError
 from neo_native import SwapKind, device_layout
 
 if TYPE_CHECKING:
@@ -130,10 +131,16 @@ class DeviceExchange:
         return self._areas[channel]
 
     def announce(self, plan: HostPlan) -> int:
-        """Writes the descriptor and the metadata that it gives. Returns tasks over all layers."""
+        """Writes the descriptors and the metadata that they give. Returns tasks over all layers.
+
+        Raises ``BadPlanError`` for riders that do not follow from the plans before.
+        """
         tasks = 0
         moves = [group.move for group in plan.rides.groups] if plan.rides else []
-        announced = self._native.announce(plan.plan_id, *plan.channel_rows(), moves)
+        try:
+            announced = self._native.announce(plan.plan_id, *plan.channel_rows(), moves)
+        except ValueError as error:  # riders that do not follow from the plans before
+            raise BadPlanError(f"plan {plan.plan_id}: {error}") from error
         fields = self._reader.layout.fields
         for batch in plan.batches:
             first_epoch, n_tasks, cut = announced[batch.channel]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.errors import BadPlanError
 from gpu_worker.executor import Outcome
-from neo_native import RowKind, RowStatus, SwapKind
+from neo_native import Feature, RowKind, RowStatus, SwapKind
 from protos.config import DType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
@@ -223,16 +224,33 @@ def greedy_tokens(rig: Rig, tokens: Any, count: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_riders_that_do_not_follow_from_the_plans_before_are_a_bad_plan(checkpoint: Any) -> None:
+    rig = Rig(checkpoint[0], workers=0, **RIDES)
+    with pytest.raises(BadPlanError, match="plan 1: stage of group 0 is 2; it must be 0"):
+        rig.run(riders=[ride(2, PROMPT, 0)])
+    rig.run(riders=[ride(0, PROMPT, 5)])
+    with pytest.raises(BadPlanError, match="slot 3 at place 0 of group 0 was not there"):
+        rig.run(riders=[ride(1, PROMPT, 0, slot=3)])
+
+
+@pytest.mark.parametrize(("temperature", "penalty"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.5)])
 def test_tokens_planned_ahead_equal_those_of_ordinary_decodes(
-    checkpoint: Any, temperature: float
+    checkpoint: Any, temperature: float, penalty: float
 ) -> None:
-    """A rider's next token is -1: what its row of the plan before sampled. From and to decodes."""
+    """A rider's next token is -1: what its row of the plan before sampled. From and to decodes.
+
+    With a penalty the tokens so far decide: riders' count too.
+    """
     tokens = checkpoint[1]
     rigs = [Rig(checkpoint[0], workers=1, **RIDES) for _ in range(2)]
     for made in rigs:
         made.sequences.params["temperature"] = temperature
         made.sequences.params["seed"] = np.arange(8) + 5
+        if penalty:
+            made.sequences.params["features"] = Feature.PENALTIES
+            made.sequences.params["frequency_penalty"] = penalty
+            made.sequences.params["repetition_penalty"] = 1.5
+            made.sequences.params["n_prompt"] = PROMPT
     wanted = greedy_tokens(rigs[0], tokens, 8)
     rig = rigs[1]
     rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT], sample=False) for s in (0, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,11 +30,14 @@ from gpu_worker.cuda.plan import (
     HostPlan,
     MetaLayout,
 )
+from gpu_worker.cuda.rides import HostRides
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.sampler import SamplingParams
 
 NONE = np.empty(0, np.uint32)
 SAMPLING = SamplingParams(NONE, NONE, NONE, NONE, NONE, NONE)  # of no interest here
+RIDERS = 8
+RIDES = HostRides((), np.empty(0, np.int32), RIDERS, None, None)  # whoever they are
 
 
 def batch_of(
@@ -190,22 +194,57 @@ def test_how_many_graphs_there_are(offload: bool) -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 4, 8, 15, 16, 64, 256, 300])
 @pytest.mark.parametrize("more", [0, 1, 500, 2048, 8192])
-def test_every_graph_fits_metadata_and_buffers(max_rows: int, more: int) -> None:
+@pytest.mark.parametrize("riders", [0, RIDERS])
+def test_every_graph_fits_metadata_and_buffers(max_rows: int, more: int, riders: int) -> None:
     max_tokens = max_rows + more
     limits = PlanLimits(
         max_rows=max_rows, max_tokens=max_tokens, max_swaps=8, max_slots=max_rows, block_size=16,
         max_blocks=8, num_blocks=8, page_size=16, max_pages=8, num_pages=8, max_positions=128,
-        vocab_size=320,
+        vocab_size=320, ride_groups=4 if riders else 0, ride_capacity=riders,
     )  # fmt: skip
     size = {name: field.size for name, field in MetaLayout(limits).fields.items()}
-    for key in Buckets(max_rows, max_tokens).keys(offload=True):
+    for key in Buckets(max_rows, max_tokens, riders).keys(offload=True):
         for shape in key:
-            assert shape.tokens <= size["ids"] == max_tokens + PAD_TOKENS
+            assert shape.tokens <= size["ids"] == max_tokens + PAD_TOKENS + riders
             assert shape.tiles <= size["tile_rows"] == size["tile_firsts"], shape
             assert shape.gpu_rows <= size["row_lens"] == size["row_tokens"]
             assert shape.cpu_rows <= size["cpu_tokens"]
             assert 2 * shape.cpu_rows <= size["cpu_tasks"]
-            assert shape.sampled <= size["sample_tokens"] == max_rows + PAD_TOKENS
+            assert shape.sampled <= size["sample_tokens"] == max_rows + PAD_TOKENS + riders
+
+
+def riding(batch: HostBatch, sampled: int) -> HostPlan:
+    """A plan with riders before the batch's rows, some of whom are sampled from."""
+    batch = replace(batch, lead=RIDERS, n_ride_sampled=sampled, n_sampled=batch.n_sampled + sampled)
+    return replace(plan_of(batch), rides=RIDES)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches_of(0, 64, 700), st.integers(0, RIDERS))
+def test_the_graph_of_a_plan_with_riders_has_their_places(batch: HostBatch, sampled: int) -> None:
+    chosen, plan = Buckets(64, 700, RIDERS), riding(batch, sampled)
+    key, without = chosen.key_of(plan), chosen.key_of(plan_of(batch))
+    assert (key is None) == (without is None or batch.n_cpu_rows > 0)
+    if key is None:
+        return
+    assert key in set(chosen.keys(offload=True))
+    (shape,), (batch,) = key, plan.batches
+    check_holds(shape, batch)
+    assert shape.tokens >= batch.lead + batch.n_tokens
+    assert shape.lead == RIDERS
+
+
+def test_riders_alone_have_a_graph() -> None:
+    chosen = Buckets(64, 700, RIDERS)
+    key = chosen.key_of(riding(batch_of(0, 0, 0, []), RIDERS))
+    assert key == (decode_shape(0, 1, cpu=False).with_riders(RIDERS),)
+    assert key in set(chosen.keys(offload=True))
+
+
+def test_riders_with_two_sub_batches_have_none() -> None:
+    plan = riding(batch_of(0, 8, 0, []), 0)
+    two = replace(plan, batches=(*plan.batches, batch_of(1, 0, 8, [])))
+    assert Buckets(64, 700, RIDERS).key_of(two) is None
 
 
 def test_a_decode_shape_serves_any_split_of_its_rows() -> None:
