@@ -49,11 +49,13 @@ class Process:
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=REPO)
         self.workers: list[subprocess.Popen[bytes]] = []
-        found = self.until(
-            lambda: re.search(
-                r"listening on (\S+), control on ([^\s\"]+)", self.log_path.read_text()
-            )
-        )
+        listening = r"listening on (\S+), control on ([^\s\"]+)"
+        try:
+            found = self.until(lambda: re.search(listening, self.log_path.read_text()))
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         self.address, self.control = found.groups()
         self.channel = grpc.insecure_channel(self.address)
         self.stub = rpc.InferenceStub(self.channel)
