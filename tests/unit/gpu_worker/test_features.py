@@ -189,3 +189,36 @@ def test_the_next_sequence_of_a_slot_has_no_memory_of_the_last(rig: Rig, checkpo
     outcome = rig.run([Row(0, RowKind.DECODE_GPU, PROMPT, [5])])
     expected = penalised(rig.logits[0][0], [*tokens[3][:PROMPT], 5])
     assert outcome.tokens[0] == int(expected.argmax())
+
+
+def test_riders_have_penalties_and_logprobs_like_everybody(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their token is counted as they start, though no plan knows it."""
+    monkeypatch.setitem(PENALTIES, "repetition_penalty", 4.0)
+    layers, tokens = 3, checkpoint[1]
+    rig = Rig(checkpoint[0], cpu_side=FakeCpuSide(), ride_groups=layers + 1, ride_capacity=2)
+    own = {slot: list(tokens[slot][:PROMPT]) for slot in (0, 1)}
+    want(rig, 0, Feature.PENALTIES | Feature.LOGPROBS, n_logprobs=2, **PENALTIES)
+    outcome = rig.run([Row(slot, RowKind.PREFILL_CPU, 0, own[slot]) for slot in (0, 1)])
+    changed = 0
+    for _ in range(24):
+        for slot in (0, 1):
+            own[slot].append(int(outcome.tokens[slot]))
+        for stage in range(layers + 1):
+            outcome = rig.run(
+                riders=[
+                    Row(slot, RowKind.RIDE_CPU, len(own[slot]) - 1, [UNKNOWN_TOKEN],
+                        stage == layers, stage, slot)
+                    for slot in (0, 1)
+                ]
+            )  # fmt: skip
+        logits = rig.logits[0]
+        wanted = [penalised(logits[0], own[0]), logits[1]]
+        assert outcome.tokens.tolist() == [int(row.argmax()) for row in wanted]
+        changed += int(wanted[0].argmax() != logits[0].argmax())
+        found = entries_of(outcome)
+        assert set(found) == {(0, len(own[0]))}
+        check_entry(found[0, len(own[0])], logits[0], int(outcome.tokens[0]), 2)
+    assert changed > 0
+    rig.close()
