@@ -35,7 +35,7 @@ SETTINGS = {
     "--num-gpu-blocks-override 64 --cpu-attn-threads 1 --plan-timeout 15",
 }
 REQUESTS = [request_of(prompt, 24) for prompt in PROMPTS[:8]]
-LONG = [request_of(prompt, 150) for prompt in PROMPTS[:4]]
+LONG = [request_of(prompt, 60) for prompt in PROMPTS[:4]]
 
 
 @pytest.fixture(scope="module")
