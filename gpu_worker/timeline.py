@@ -15,6 +15,7 @@ KINDS = {
     "linear": SpanKind.LINEAR,
     "gpu_attn": SpanKind.GPU_ATTN,
     "cpu_wait": SpanKind.CPU_WAIT,
+    "ride_wait": SpanKind.CPU_WAIT,
     "handoff": SpanKind.HANDOFF,
     "swap": SpanKind.SWAP,
     "head": SpanKind.HEAD,
@@ -52,7 +53,7 @@ class RecordingTimer(StageTimer):
         begin = self._last
         super().lap(stage, channel)
         kind = KINDS[stage]
-        if stage == "handoff" and self._before[0] == "cpu_wait":
+        if stage == "handoff" and self._before[0] in ("cpu_wait", "ride_wait"):
             kind = SpanKind.COLLECT
         self._before = stage, self._before[1] if channel is None else channel
         self._lane.add(

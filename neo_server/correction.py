@@ -123,13 +123,13 @@ class CorrectedCost:
         """
         if any(batch.moved for batch in load.batches):
             return
-        layers, work = self.num_layers, max(measured - sum(times.cpu_wait), 0.0)
+        layers, work = self.num_layers, measured - sum(times.cpu_wait) - times.ride_wait
         parts = {
             "linear": layers * sum(s.linear for s in stages),
             "prefill_attn": layers
             * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs),
             "handoff": layers * sum(s.handoff for s in stages),
-            "head": self.head(sum(batch.sampled for batch in load.batches)),
+            "head": self.head(load.sampled),
         }
         parts["gpu_attn"] = layers * sum(s.gpu_attn for s in stages) - parts["prefill_attn"]
         total = sum(parts.values())
@@ -142,9 +142,13 @@ class CorrectedCost:
             linear=_pair(scale * s.linear for s in stages),
             gpu_attn=_pair(scale * s.gpu_attn for s in stages),
             cpu_wait=times.cpu_wait,
+            ride_wait=times.ride_wait,
             handoff=scale * sum(s.handoff for s in stages),
         )
-        self._learn_cpu(stages, layers, shared_out, floor)
+        if load.ride.cpu_rows:
+            self._learn_riders(load, shared_out, measured, floor)
+        else:
+            self._learn_cpu(stages, layers, shared_out, floor)
 
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
         """One measured time for two kinds of stage: each is corrected by its predicted share."""

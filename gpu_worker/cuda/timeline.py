@@ -81,6 +81,18 @@ class MarkedStages(Stages):
         with self.marked(SpanKind.CPU_WAIT, layer, s.channel):
             super().join(s, layer)
 
+    def join_riders(self, s: Shape, layer: int) -> None:
+        """See ``Stages``."""
+        if s.lead and layer > 0:
+            with self.marked(SpanKind.CPU_WAIT, layer, s.channel):
+                super().join_riders(s, layer)
+
+    def leave_riders(self, s: Shape, layer: int) -> None:
+        """See ``Stages``."""
+        if s.lead:
+            with self.marked(SpanKind.HANDOFF, layer, s.channel):
+                super().leave_riders(s, layer)
+
     def attend(self, s: Shape, layer: int) -> None:
         """See ``Stages``."""
         with self.marked(SpanKind.GPU_ATTN, layer, s.channel):

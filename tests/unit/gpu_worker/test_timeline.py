@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gpu_worker.timeline import KINDS
+from gpu_worker.timing import StageTimes
 from neo_native import RowKind
 from neo_native.location import Location
 from neo_native.timeline import FIRST_CPU_LANE, HOST_LANE, SpanKind, Timeline
@@ -128,3 +131,7 @@ def test_a_worker_finds_the_timeline_or_none(tmp_path: Path) -> None:
     assert attached is not None
     created.window(5, 7)
     assert [attached.begin_plan(plan) for plan in (4, 5, 6, 7)] == [False, True, True, False]
+
+
+def test_every_stage_that_is_timed_has_a_kind_of_span() -> None:
+    assert set(KINDS) == {field.name for field in fields(StageTimes)} - {"elapsed"}
