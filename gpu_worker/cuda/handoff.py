@@ -53,6 +53,21 @@ def publish_kernel(first_epoch, published, layer):
         _store_release(published, first + layer)
 
 
+@triton.jit
+def _wait_for(epoch, done, abort, voided, waited_ns, limit_ns):
+    begin = _now_ns(epoch)
+    now = begin
+    reached = _load_acquire(done)
+    given_up = tl.where(tl.load(voided) != 0, epoch, _load_acquire(abort))
+    while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
+        reached = _load_acquire(done)
+        given_up = _load_acquire(abort)
+        now = _now_ns(reached)
+    if reached < epoch:
+        tl.store(voided, 1)
+    tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
     """Until ``done`` or ``abort`` reaches the epoch; not done: the channel is void.
@@ -62,18 +77,19 @@ def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
     """
     first = tl.load(first_epoch)
     if first != 0:
-        epoch = first + layer
-        begin = _now_ns(epoch)
-        now = begin
-        reached = _load_acquire(done)
-        given_up = tl.where(tl.load(voided) != 0, epoch, _load_acquire(abort))
-        while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
-            reached = _load_acquire(done)
-            given_up = _load_acquire(abort)
-            now = _now_ns(reached)
-        if reached < epoch:
-            tl.store(voided, 1)
-        tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+        _wait_for(first + layer, done, abort, voided, waited_ns, limit_ns)
+
+
+@triton.jit
+def ride_wait_kernel(
+    job_of_stage, group_of_stage, done, abort, voided, waited_ns, limit_ns,
+    DONE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """As ``wait_kernel``, for the job that the group of this stage takes back."""
+    job = tl.load(job_of_stage)
+    if job != 0:
+        of_group = done + tl.load(group_of_stage).to(tl.int64) * DONE_WORDS
+        _wait_for(job, of_group, abort, voided, waited_ns, limit_ns)
 
 
 @triton.jit
@@ -136,17 +152,14 @@ def collect_kernel(
 @triton.jit
 def ride_join_kernel(
     job_of_stage, group_of_stage, count, store_rows, row_tasks,
-    done, abort, voided, waited_ns, words, areas, attn, store, residual,
-    limit_ns, group_tasks, area_floats, worker_area_floats,
+    words, areas, attn, store, residual, group_tasks, area_floats, worker_area_floats,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    DONE_WORDS: tl.constexpr,
     EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
 ):  # fmt: skip
     """A rider's row for a stage after the first: its residual, and O of the layer before.
 
-    One program per place and KV head, or part of the residual. Those of the heads wait as
-    ``wait_kernel`` does: the job has had an iteration's time, so that as a rule they look once.
+    One program per place and KV head, or part of the residual.
     """
     r, part = tl.program_id(0), tl.program_id(1)
     job = tl.load(job_of_stage)
@@ -158,18 +171,6 @@ def ride_join_kernel(
             tl.store(residual + r * HIDDEN + at, x, mask=at < HIDDEN)
         else:
             group = tl.load(group_of_stage).to(tl.int64)
-            begin = _now_ns(job)
-            now = begin
-            reached = _load_acquire(done + group * DONE_WORDS)
-            given_up = _load_acquire(abort)
-            while (reached < job) & (given_up < job) & (now - begin < limit_ns):
-                reached = _load_acquire(done + group * DONE_WORDS)
-                given_up = _load_acquire(abort)
-                now = _now_ns(reached)
-            if reached < job:
-                tl.store(voided, 1)
-            if (r == 0) & (part == 0):
-                tl.store(waited_ns, tl.load(waited_ns) + now - begin)
             _merge_head(
                 words + group * group_tasks, areas + group * group_tasks * area_floats,
                 attn + r.to(tl.int64) * HEADS * HEAD_DIM, job,

@@ -193,22 +193,28 @@ class Stages:
             return
         c, f, cfg = self._channel(s), rides.fields, self._config
         parts = triton.cdiv(cfg.hidden_size, BLOCK)
+        handoff.ride_wait_kernel[(1,)](
+            f["collects"][layer:],
+            f["group"][layer:],
+            e.ride_done,
+            e.ride_abort,
+            self.buffers.rides_voided[layer:],
+            self.buffers.rides_waited_ns,
+            e.limit_ns,
+            DONE_WORDS=e.ride_done_words,
+            num_warps=1,
+        )
         handoff.ride_join_kernel[(s.lead, cfg.num_key_value_heads + parts)](
             f["collects"][layer:],
             f["group"][layer:],
             f["count"][layer:],
             f["store_rows"][layer],
             f["tasks"][layer],
-            e.ride_done,
-            e.ride_abort,
-            self.buffers.rides_voided[layer:],
-            self.buffers.rides_waited_ns,
             e.ride_words,
             e.ride_areas,
             c.attn,
             rides.residual,
             c.residual,
-            e.limit_ns,
             e.ride_tasks,
             e.area_floats,
             e.worker_area_floats,
@@ -220,7 +226,6 @@ class Stages:
             DIM_PAD=self._dim_pad,
             HIDDEN=cfg.hidden_size,
             BLOCK=BLOCK,
-            DONE_WORDS=e.ride_done_words,
             EPOCH_SHIFT=e.epoch_shift,
             WORKER_SHIFT=e.worker_shift,
             FIELD_MASK=e.field_mask,
