@@ -161,7 +161,7 @@ class Deadly(Simulation):
         if any(seq.sampling.seed == self.deadly_seed for seq in step.seqs):
             await asyncio.sleep(0)
             last = self.model.last_plan
-            self.model = self._model()
+            self.model = self.make_model()
             self.model.last_plan = max(last, step.plan_id)
             raise GpuWorkerDiedError("killed by a plan")
         return await super().execute(step)
