@@ -123,13 +123,14 @@ class CorrectedCost:
         """
         if any(batch.moved for batch in load.batches):
             return
-        layers, work = self.num_layers, max(measured - sum(times.cpu_wait), 0.0)
+        waited = sum(times.cpu_wait) + times.ride_wait
+        layers, work = self.num_layers, max(measured - waited, 0.0)
         parts = {
             "linear": layers * sum(s.linear for s in stages),
             "prefill_attn": layers
             * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs),
             "handoff": layers * sum(s.handoff for s in stages),
-            "head": self.head(sum(batch.sampled for batch in load.batches)),
+            "head": self.head(load.sampled),
         }
         parts["gpu_attn"] = layers * sum(s.gpu_attn for s in stages) - parts["prefill_attn"]
         total = sum(parts.values())
@@ -137,6 +138,9 @@ class CorrectedCost:
             return
         for name, seconds in parts.items():
             self._move(name, work / total, seconds / total)
+        if load.ride.cpu_rows:
+            self._learn_riders(load, times, measured, floor)
+            return
         scale = work / total * layers
         shared_out = StageTimes(
             linear=_pair(scale * s.linear for s in stages),

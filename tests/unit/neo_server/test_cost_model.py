@@ -147,10 +147,10 @@ class Skewed:
 
 
 UNTIMED = {
-    "chunk": StepLoad((Load(tokens=512, pairs=4e5, sampled=1),), Load()),
-    "decodes": StepLoad((Load(tokens=64, gpu_rows=64, gpu_tokens=2.5e5, sampled=64),), Load()),
-    "long decodes": StepLoad((Load(tokens=4, gpu_rows=4, gpu_tokens=4e5, sampled=4),), Load()),
-    "two batches": StepLoad(tuple(Load().with_cpu(n, n * 8000.0) for n in (6, 10)), Load()),
+    "chunk": StepLoad((Load(tokens=512, pairs=4e5, sampled=1),)),
+    "decodes": StepLoad((Load(tokens=64, gpu_rows=64, gpu_tokens=2.5e5, sampled=64),)),
+    "long decodes": StepLoad((Load(tokens=4, gpu_rows=4, gpu_tokens=4e5, sampled=4),)),
+    "two batches": StepLoad(tuple(Load().with_cpu(n, n * 8000.0) for n in (6, 10))),
 }
 
 
