@@ -123,7 +123,8 @@ class CorrectedCost:
         """
         if any(batch.moved for batch in load.batches):
             return
-        layers, work = self.num_layers, measured - sum(times.cpu_wait) - times.ride_wait
+        waited = sum(times.cpu_wait) + times.ride_wait
+        layers, work = self.num_layers, max(measured - waited, 0.0)
         parts = {
             "linear": layers * sum(s.linear for s in stages),
             "prefill_attn": layers

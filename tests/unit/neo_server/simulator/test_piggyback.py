@@ -13,7 +13,7 @@ from neo_server.plan import Mode
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
 from neo_server.simulator.run import ALL_MODES, Report, Setting, Simulation, simulate, stage_times
 from neo_server.simulator.workload import arrivals, synthetic
-from neo_server.step import StepResult
+from neo_server.step import StageTimes, StepResult
 from neo_server.step_cost import StepLoad
 from protos.config import SchedulerConfig
 
@@ -94,15 +94,19 @@ def test_kinds_of_plan_do_not_alternate() -> None:
     assert switches < 0.05 * len(kinds)
 
 
+@pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_attention_of_riders_corrects_the_cost_model(factor: float) -> None:
+def test_attention_of_riders_corrects_the_cost_model(factor: float, timed: bool) -> None:
     """Too slow a CPU is seen by its waits, too fast a one by there being none."""
     cost = CorrectedCost(H200.with_cpu_bandwidth(1 / factor))
     real = H200
     ride = Ride.spread(260, 260 * 1000.0, 33, 8)
     load = StepLoad((Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24),), ride)
     for _ in range(100):
-        result = StepResult(1, (), (), load.seconds(real), stage_times(real, load))
+        times = stage_times(real, load)
+        if not timed:  # a device that tells only how long it waited
+            times = StageTimes(cpu_wait=times.cpu_wait, ride_wait=times.ride_wait)
+        result = StepResult(1, (), (), load.seconds(real), times)
         cost.learn(load, load.seconds(cost), result)
     rows, tokens = ride.cpu_rows, ride.cpu_tokens
     assert cost.cpu_attn(rows, tokens) == pytest.approx(real.cpu_attn(rows, tokens), rel=0.25)
