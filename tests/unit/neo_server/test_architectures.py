@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
-from neo_server import architectures, launch
+from neo_server import architectures
 from neo_server.errors import ConfigurationError
 from neo_server.launch import Options, resolve
 from neo_server.roofline import SHAPES
@@ -56,7 +57,7 @@ def test_the_shapes_have_the_published_number_of_parameters(name: str, billions:
 def test_random_weights_of_a_name_need_neither_the_hub_nor_a_tokenizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "snapshot_download", _unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _unreachable)
     named = Options(model="meta-llama/Llama-3.1-8B", load_format="dummy", max_model_len=2048)
     resolved = resolve(named, lambda: True)
     assert not resolved.has_tokenizer
@@ -66,7 +67,7 @@ def test_random_weights_of_a_name_need_neither_the_hub_nor_a_tokenizer(
 
 
 def test_a_name_without_dummy_weights_is_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "snapshot_download", _unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _unreachable)
     with pytest.raises(ConfigurationError, match="no network"):
         resolve(Options(model="meta-llama/Llama-3.1-8B"), lambda: False)
     with pytest.raises(ConfigurationError, match=r"none of Llama-2-7B.*no network"):
