@@ -133,6 +133,7 @@ def test_chat_on_a_terminal(server: RunningServer) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "neo_server", *command],
         **{"stdin": child, "stdout": child, "stderr": child, "cwd": REPO},
+        env={**os.environ, "COLUMNS": "400"},  # the model's path is in the first line
         start_new_session=True,
     )
     os.close(child)

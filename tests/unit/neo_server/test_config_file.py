@@ -91,8 +91,9 @@ def test_flags_win_and_so_does_the_environment(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
     shown = run(tmp_path, text, "some/model")
+    unbroken = "".join(shown.translate({ord("│"): None}).split())  # a long path is wrapped
     for word in words:
-        assert word in shown
+        assert "".join(word.split()) in unbroken
 
 
 def test_serve_reads_its_model_from_the_file(tiny_model: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def compiled(case: str) -> list[dict[str, Any]]:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "csrc"), str(ROOT))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path))),
         "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"),
     }
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
