@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import grpc
 import typer
@@ -201,6 +201,10 @@ def simulate(
     tpot_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
     ttft_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
     cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the profile's.")] = 1.0,
+    cpu_kv_cache_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="int8: half the bytes of the GPU-cache's.")
+    ] = "auto",
+    enable_piggyback: Annotated[bool, typer.Option(help=_AS_SERVE)] = True,
     plot: Annotated[Path | None, typer.Option(help="PNG; needs matplotlib.")] = None,
 ) -> None:
     """Runs the scheduler under a virtual clock on a machine that need not be there."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from neo_server.errors import ConfigurationError
+from neo_server.plan import Mode
 from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
-from neo_server.simulator.run import Report, Setting, simulate
+from neo_server.simulator.run import ALL_MODES, Report, Setting, simulate
 from neo_server.simulator.workload import Arrival, arrivals, limited, read_trace, synthetic
 from protos.config import SchedulerConfig
 
@@ -36,6 +38,8 @@ class Request:
     tpot_slo_ms: float | None
     ttft_slo_ms: float | None
     cpu_bandwidth: float
+    cpu_kv_cache_dtype: Literal["auto", "int8"]
+    enable_piggyback: bool
     plot: Path | None
 
 
@@ -80,9 +84,13 @@ def _setting(request: Request, policy: str) -> Setting:
         tpot_slo_s=None if request.tpot_slo_ms is None else request.tpot_slo_ms * 1e-3,
         ttft_slo_s=None if request.ttft_slo_ms is None else request.ttft_slo_ms * 1e-3,
     )
-    cost = RooflineCost(hardware, shape).with_cpu_bandwidth(request.cpu_bandwidth)
-    cpu_tokens = shape.tokens_in(hardware.cpu_memory_gb * 1e9)
-    return Setting(policy, cost, tokens, cpu_tokens, config)
+    kv_scale = 0.5 if request.cpu_kv_cache_dtype == "int8" else 1.0
+    cost = RooflineCost(hardware, shape, kv_scale=kv_scale)
+    cpu_tokens = int(shape.tokens_in(hardware.cpu_memory_gb * 1e9) / kv_scale)
+    modes = ALL_MODES if request.enable_piggyback else ALL_MODES - {Mode.PIGGYBACK}
+    return Setting(
+        policy, cost.with_cpu_bandwidth(request.cpu_bandwidth), tokens, cpu_tokens, config, modes
+    )
 
 
 def _cells(report: Report) -> list[str]:
