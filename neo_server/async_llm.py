@@ -16,7 +16,7 @@ from neo_server.errors import ConfigurationError, NeoError, NotReadyError, Shutt
 from neo_server.frontend import Frontend
 from neo_server.info import loads, model_info, server_info
 from neo_server.launch import resolve
-from neo_server.outputs import Collector, Delta, RequestOutput
+from neo_server.outputs import Delta, RequestOutput, deltas_of, whole_of
 from neo_server.params import Prompt, SamplingParams, request_of
 from neo_server.server import Server
 from neo_server.service import responses
@@ -89,21 +89,17 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str = ""
     ) -> RequestOutput:
         """The whole answer to a text, token ids, or a conversation. Raises ``NeoError``."""
-        collector = Collector()
-        async with aclosing(self._messages(prompt, params, request_id, whole=True)) as messages:
-            async for message in messages:
-                collector.add(message)
-        return collector.whole()
+        return await whole_of(self._messages(prompt, params, request_id, whole=True))
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str = ""
     ) -> AsyncGenerator[Delta]:
         """The answer as it comes. Closing the iterator ends the request. Raises ``NeoError``."""
-        collector = Collector()
-        async with aclosing(self._messages(prompt, params, request_id, whole=False)) as messages:
-            async for message in messages:
-                if (delta := collector.add(message)) is not None:
-                    yield delta
+        async with aclosing(
+            deltas_of(self._messages(prompt, params, request_id, whole=False))
+        ) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; an unknown id is no error."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from neo_server.errors import from_status
-from neo_server.outputs import Collector, Delta, RequestOutput
+from neo_server.outputs import Collector, Delta, RequestOutput, deltas_of, whole_of
 from neo_server.params import Prompt, SamplingParams, request_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
@@ -178,21 +178,17 @@ class AsyncClient(_Settings):
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str = ""
     ) -> RequestOutput:
         """See ``Client``."""
-        collector = Collector()
-        async with aclosing(self._messages(request_of(prompt, params, request_id))) as messages:
-            async for message in messages:
-                collector.add(message)
-        return collector.whole()
+        return await whole_of(self._messages(request_of(prompt, params, request_id)))
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str = ""
     ) -> AsyncGenerator[Delta]:
         """See ``Client``."""
-        collector = Collector()
-        async with aclosing(self._messages(request_of(prompt, params, request_id))) as messages:
-            async for message in messages:
-                if (delta := collector.add(message)) is not None:
-                    yield delta
+        async with aclosing(
+            deltas_of(self._messages(request_of(prompt, params, request_id)))
+        ) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def abort(self, request_id: str) -> None:
         """See ``Client``."""

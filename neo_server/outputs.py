@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -142,6 +144,24 @@ class Collector:
         """After the last message."""
         outputs = tuple(_output(index, one) for index, one in sorted(self._sequences.items()))
         return RequestOutput(self.request_id, outputs, self._prompt_logprobs)
+
+
+async def whole_of(messages: AsyncGenerator[pb.GenerateResponse]) -> RequestOutput:
+    """The answer when it is complete."""
+    collector = Collector()
+    async with aclosing(messages):
+        async for message in messages:
+            collector.add(message)
+    return collector.whole()
+
+
+async def deltas_of(messages: AsyncGenerator[pb.GenerateResponse]) -> AsyncGenerator[Delta]:
+    """The answer as it comes. Closing it closes ``messages``."""
+    collector = Collector()
+    async with aclosing(messages):
+        async for message in messages:
+            if (delta := collector.add(message)) is not None:
+                yield delta
 
 
 def _output(index: int, one: _Sequence) -> CompletionOutput:
