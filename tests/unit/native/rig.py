@@ -19,6 +19,8 @@ from neo_native import segments as sg
 F32, F16, BF16 = 0, 1, 2
 ROOT = Path(__file__).parents[3]
 NONE = np.zeros(0, np.uint32)
+LEASE_US = 60_000_000  # so long that no loaded machine lets one end; tests of faults set it
+SHORT_LEASE_US = 20_000
 
 
 def geometry(**changes: int) -> nn.Array:
@@ -41,7 +43,7 @@ def geometry(**changes: int) -> nn.Array:
         "max_swaps": 8,
         "n_plans": 4,
         "max_workers": 6,
-        "lease_us": 20_000,
+        "lease_us": LEASE_US,
     }
     return nn.make_geometry(**(fields | changes))
 

@@ -12,6 +12,7 @@ import neo_native as nn
 from tests.unit.native.rig import (
     F32,
     NONE,
+    SHORT_LEASE_US,
     Plan,
     Rig,
     is_stopped,
@@ -50,7 +51,7 @@ def begin(exchange: nn.Exchange, plan_id: int) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_when_every_worker_dies_in_mid_job_a_latecomer_finishes_it(point: str) -> None:
     """Each dies at a task of its own; some tasks are finished, claimed, half written, untouched."""
-    with rig(TOKENS) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
         victims = []
         for n in (1, 2, 3):
             victims.append(r.spawn(f"{point}=kill@{n}"))
@@ -79,7 +80,7 @@ def test_when_every_worker_dies_in_mid_job_a_latecomer_finishes_it(point: str) -
 
 
 def test_a_job_that_nobody_finishes_is_given_up_and_the_next_pool_does_not_touch_it() -> None:
-    with rig(TOKENS) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
         victim = r.spawn("computing=kill@2")
         r.wait_for_workers(1)
         exchange = r.exchange()
@@ -106,7 +107,7 @@ def test_a_job_that_nobody_finishes_is_given_up_and_the_next_pool_does_not_touch
 def test_a_sleeper_wakes_after_its_pages_went_to_others(point: str, plans_between: int) -> None:
     """Its slot, pages, task words and descriptor slot have all been reused, many epochs later."""
     draw = random.Random(plans_between)
-    with rig(TOKENS, n_pages=70) as r:  # no page to spare
+    with rig(TOKENS, n_pages=70, lease_us=SHORT_LEASE_US) as r:  # no page to spare
         victim = r.spawn(f"{point}=stop@2", threads=2)
         r.wait_for_workers(1)
         r.spawn()

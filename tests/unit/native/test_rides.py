@@ -16,6 +16,7 @@ from tests.unit.native.rig import (
     F16,
     F32,
     NONE,
+    SHORT_LEASE_US,
     Plan,
     Rig,
     is_stopped,
@@ -360,7 +361,7 @@ POINTS = ["claimed", "computing", "written", "finished"]
 @pytest.mark.parametrize("point", POINTS)
 def test_what_a_killed_worker_had_claimed_of_a_wave_is_done_by_another(point: str) -> None:
     draw = random.Random(point)
-    with rig(TOKENS, **RIDES) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US, **RIDES) as r:
         victim = r.spawn(f"{point}=kill@{draw.randint(1, 12)}", threads=2)
         r.wait_for_workers(1)
         r.spawn()
@@ -376,7 +377,7 @@ def test_what_a_killed_worker_had_claimed_of_a_wave_is_done_by_another(point: st
 @pytest.mark.parametrize("point", POINTS)
 def test_a_stopped_worker_that_wakes_late_reaches_no_wave(point: str) -> None:
     draw = random.Random(point + "!")
-    with rig(TOKENS, **RIDES) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US, **RIDES) as r:
         victim = r.spawn(f"{point}=stop@{draw.randint(1, 12)}", threads=2)
         r.wait_for_workers(1)
         r.spawn()

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.native.rig import (
     F32,
     NONE,
+    SHORT_LEASE_US,
     Plan,
     Rig,
     is_stopped,
@@ -38,7 +39,7 @@ def random_plans(r: Rig, seed: int, n: int, first_id: int = 0) -> list[Plan]:
 @pytest.mark.parametrize("point", POINTS)
 def test_what_a_killed_worker_had_claimed_is_done_by_another(point: str, seed: int) -> None:
     nth = random.Random(seed).randint(1, 12)
-    with rig(TOKENS, seed) as r:
+    with rig(TOKENS, seed, lease_us=SHORT_LEASE_US) as r:
         victim = r.spawn(f"{point}=kill@{nth}", threads=2)
         r.wait_for_workers(1)
         r.spawn()
@@ -60,7 +61,7 @@ def test_what_a_killed_worker_had_claimed_is_done_by_another(point: str, seed: i
 def test_a_stopped_worker_that_wakes_late_reaches_nobody(point: str, seed: int) -> None:
     """Woken while later jobs run, at a random one; every row of every job is checked."""
     draw = random.Random(seed * 7 + 1)
-    with rig(TOKENS, seed) as r:
+    with rig(TOKENS, seed, lease_us=SHORT_LEASE_US) as r:
         victim = r.spawn(f"{point}=stop@{draw.randint(1, 12)}", threads=2)
         r.wait_for_workers(1)
         r.spawn()
@@ -89,7 +90,7 @@ def test_a_wake_up_between_done_and_collect_changes_no_result(
     point: str, jobs_between: int
 ) -> None:
     """The worst moment: every word is finished and none is read yet."""
-    with rig(TOKENS, n_layers=6) as r:
+    with rig(TOKENS, n_layers=6, lease_us=SHORT_LEASE_US) as r:
         victim = r.spawn(f"{point}=stop@1")
         r.wait_for_workers(1)
         exchange = r.exchange()
@@ -117,7 +118,7 @@ def test_a_wake_up_between_done_and_collect_changes_no_result(
 
 
 def test_a_stopped_worker_keeps_its_row_and_a_killed_one_leaves_it_to_the_next() -> None:
-    with rig(TOKENS) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
         first = r.spawn()
         r.wait_for_workers(1)
         first.send_signal(signal.SIGSTOP)
@@ -134,7 +135,7 @@ def test_a_stopped_worker_keeps_its_row_and_a_killed_one_leaves_it_to_the_next()
 @pytest.mark.parametrize("point", POINTS)
 def test_when_all_workers_die_in_mid_job_the_next_one_finishes_it(point: str) -> None:
     """The successor gets the very row, thread number and so the claims of the dead."""
-    with rig(TOKENS) as r:
+    with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
         victim = r.spawn(f"{point}=kill@2")
         r.wait_for_workers(1)
         exchange = r.exchange()
