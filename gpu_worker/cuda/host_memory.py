@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +21,23 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 30  # registered at a time, so that a refusal says how far it came
 
 
+def _unpin(segment: Segment, chunks: list[int]) -> None:
+    """``segment``: still mapped, so that no later mapping has these addresses."""
+    del segment
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    while chunks:
+        runtime.cudaHostUnregister(chunks.pop())
+
+
 class MappedSegment:
-    """A segment pinned for the device; views of it may be given to kernels."""
+    """A segment pinned for the device while this lives; views of it may be given to kernels."""
 
     def __init__(self, segment: Segment) -> None:
         """Raises ``DeviceError`` where the driver refuses to pin it."""
-        self._segment = segment  # keeps it mapped
         self._chunks: list[int] = []
+        # Whoever maps other memory there later could not pin it, or would read the old pages.
+        self._unpin = weakref.finalize(self, _unpin, segment, self._chunks)
+        self._unpin.atexit = False  # then the driver does it
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for at in range(0, segment.size, CHUNK_BYTES):
             size = min(CHUNK_BYTES, segment.size - at)
@@ -47,7 +58,4 @@ class MappedSegment:
 
     def close(self) -> None:
         """Unpins it."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for address in self._chunks:
-            runtime.cudaHostUnregister(address)
-        self._chunks.clear()
+        self._unpin()

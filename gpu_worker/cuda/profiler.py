@@ -90,11 +90,12 @@ class CudaProfiler(Profiler):
         self._stages.buffers.blank()
         size = self._cache.block_size
         fields = self._stages.buffers.channels[0].fields
-        columns = -(-length // size)
+        # The longest slot of the CPU-cache ends with a page, a block table with a block.
+        columns = min(-(-length // size), len(fields["tables"]) // rows)
         blocks = np.random.default_rng(0).integers(0, self._cache.num_blocks, rows * columns)
         fields["tables"][: rows * columns] = torch.from_numpy(blocks).to(self._model.device)
         fields["table_stride"][0] = columns
-        fields["row_lens"][:rows] = length
+        fields["row_lens"][:rows] = min(length, columns * size)
         fields["row_tokens"][:rows] = torch.arange(rows, device=self._model.device)
         shape = Shape(0, rows, rows)
         return Captured(lambda: self._stages.attend(shape, 0))

@@ -42,15 +42,20 @@ def _stream(server: RunningServer, number: int, delay_s: float, aborted: bool) -
     return tokens
 
 
-@pytest.mark.parametrize("policy", ["piggyback", BESIDE_GPU, RIDE_CHURN])
-def test_tokens_of_riders_that_join_leave_and_move_equal_transformers(
-    policy: str, demo_model: Path, reference: Reference, tmp_path: Path
+def check_tokens_of_riders(
+    policy: str,
+    model: Path,
+    reference: Reference,
+    folder: Path,
+    arguments: tuple[str, ...] = (),
+    device: str = "cpu",
 ) -> None:
+    """They join, leave and move, and every token is the one that transformers chooses."""
     chance = random.Random(policy)
     delays = [chance.uniform(0.0, 3.0) for _ in SHORT]
     aborts = [number % 4 == 3 for number in range(len(SHORT))]
-    flags = ("--scheduling-policy", policy, "--dtype", "float32", *FLAGS)
-    with running_server(demo_model, tmp_path, *flags) as server:
+    flags = ("--scheduling-policy", policy, "--dtype", "float32", *FLAGS, *arguments)
+    with running_server(model, folder, *flags, device=device) as server:
         with ThreadPoolExecutor(len(SHORT)) as pool:
             results = list(
                 pool.map(_stream, [server] * len(SHORT), range(len(SHORT)), delays, aborts)
@@ -67,6 +72,13 @@ def test_tokens_of_riders_that_join_leave_and_move_equal_transformers(
         assert len(tokens) == NEW_TOKENS or (aborted and len(tokens) >= 2)
         prompt_ids = reference.encode(prompt)
         assert reference.first_difference(prompt_ids, tokens) is None, prompt
+
+
+@pytest.mark.parametrize("policy", ["piggyback", BESIDE_GPU, RIDE_CHURN])
+def test_tokens_of_riders_that_join_leave_and_move_equal_transformers(
+    policy: str, demo_model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    check_tokens_of_riders(policy, demo_model, reference, tmp_path)
 
 
 def test_a_wave_outlives_its_cpu_workers(

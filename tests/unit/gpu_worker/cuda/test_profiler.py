@@ -1,0 +1,33 @@
+"""What the profiler of the CUDA path puts into the metadata."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_worker.cuda.buffers import Buffers
+from gpu_worker.cuda.plan import MetaLayout
+from gpu_worker.cuda.profiler import CudaProfiler
+from gpu_worker.kv_pool import GpuCache
+from tests.unit.gpu_worker.cuda.test_buffers import CPU, LIMITS, config
+
+
+@pytest.mark.parametrize("rows", [1, LIMITS.max_rows])
+def test_the_longest_slot_of_the_cpu_cache_fits_the_block_tables(rows: int) -> None:
+    """Its last page may reach past the last block of a table."""
+    room = LIMITS.max_blocks * LIMITS.block_size
+    model = cast(Any, SimpleNamespace(config=config(), device=CPU))
+    buffers = Buffers(config(), LIMITS, MetaLayout(LIMITS), torch.float32, CPU, True)
+    cache = GpuCache(config(), LIMITS.num_blocks, LIMITS.block_size, torch.float32, CPU)
+    profiler = CudaProfiler(model, cache, cast(Any, None), 8, rows, room + 1)
+    profiler.use(cast(Any, SimpleNamespace(buffers=buffers)), cast(Any, None))
+    profiler._gpu_attn(rows, room + 1)
+    fields = buffers.channels[0].fields
+    last = (rows - 1) * int(fields["table_stride"][0]) + (int(fields["row_lens"].max()) - 1) // 16
+    assert fields["row_lens"][:rows].min() >= room
+    assert last < len(fields["tables"])
