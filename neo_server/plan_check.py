@@ -8,7 +8,6 @@ from neo_native import RowKind
 from neo_server.errors import PlanError
 from neo_server.plan import Ints, Mode, Place, Plan, Rows, Seqs, SeqView, View
 
-
 _NONE = Seqs.of(())
 
 
