@@ -8,6 +8,8 @@ from neo_native import RowKind
 from neo_server.errors import PlanError
 from neo_server.plan import Ints, Mode, Place, Plan, Rows, Seqs, SeqView, View
 
+_NONE = Seqs.of(())
+
 
 def check_plan(plan: Plan, view: View) -> None:
     """Raises ``PlanError`` that names the value and the limit."""
@@ -16,7 +18,7 @@ def check_plan(plan: Plan, view: View) -> None:
     if plan.mode not in view.modes | {Mode.ONE_BATCH}:  # which any worker runs
         raise PlanError(f"plan is of mode {plan.mode}; the worker runs {sorted(view.modes)}")
     rows = _joined(plan.batches)
-    if len(np.unique(np.concatenate((rows.seq, plan.riders)))) != len(rows) + len(plan.riders):
+    if not _distinct(np.concatenate((rows.seq, plan.riders)) if len(plan.riders) else rows.seq):
         raise PlanError("a sequence has two rows in one plan")
     moves = _check_moves(plan, view)
     seqs, admitted = _sequences(rows, view, plan)
@@ -37,6 +39,12 @@ def _joined(batches: tuple[Rows, ...]) -> Rows:
     return Rows(*(np.concatenate(column) for column in columns))
 
 
+def _distinct(ids: Ints) -> bool:
+    """No id is there twice."""
+    ordered = np.sort(ids)
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
 def _find(ids: Ints, among: Ints) -> Ints:
     """Index of each id, or -1. ``among`` is sorted."""
     if not len(among):
@@ -52,6 +60,9 @@ def _check_moves(plan: Plan, view: View) -> dict[str, Seqs]:
         ("swap_out", plan.swap_out, Place.GPU),
         ("swap_in", plan.swap_in, Place.CPU),
     ):
+        if not ids:
+            found[name] = _NONE
+            continue
         at = _find(np.array(ids, np.int64), view.running.id)
         for seq_id in np.array(ids, np.int64)[at < 0].tolist():
             raise PlanError(f"{name} names sequence {seq_id}, which is not running there")
@@ -70,8 +81,9 @@ def _check_moves(plan: Plan, view: View) -> dict[str, Seqs]:
 def _sequences(rows: Rows, view: View, plan: Plan) -> tuple[Seqs, int]:
     """The rows' sequences, in their order, and how many of them were waiting."""
     at = _find(rows.seq, view.running.id)
-    for seq_id in np.intersect1d(rows.seq, np.array(plan.preempt, np.int64)).tolist():
-        raise PlanError(f"row names sequence {seq_id}, which is unknown or preempted")
+    if plan.preempt:
+        for seq_id in np.intersect1d(rows.seq, np.array(plan.preempt, np.int64)).tolist():
+            raise PlanError(f"row names sequence {seq_id}, which is unknown or preempted")
     outside = np.flatnonzero(at < 0)
     if not len(outside):
         return view.running.take(at), 0
@@ -123,6 +135,8 @@ def _check_rows(rows: Rows, seqs: Seqs, place: Ints, view: View) -> None:
 
 
 def _riders(plan: Plan, view: View) -> Seqs:
+    if not len(plan.riders):
+        return _NONE
     at = _find(plan.riders, view.running.id)
     riders = view.running.take(at[at >= 0])
     leaves = np.isin(riders.id, np.array(plan.preempt + plan.swap_in, np.int64))
@@ -165,12 +179,14 @@ def _check_budgets(
         here = stay & (rows.kind % 2 == (place is Place.CPU))
         growth = view.need(seqs, place) - seqs.held
         spent[place] += int(np.maximum(growth[here], 0).sum())
-    riding = riders.take(~np.isin(riders.id, moved))
-    spent[Place.CPU] += int(np.maximum(view.need(riding, Place.CPU) - riding.held, 0).sum())
-    spent[Place.CPU] += int(view.need(moves["swap_out"], Place.CPU).sum())
-    spent[Place.GPU] -= int(moves["swap_out"].held.sum())
-    # Pages of a swap-in are free only after the plan: swaps out come first.
-    spent[Place.GPU] += int(view.need(moves["swap_in"], Place.GPU).sum())
+    if len(riders):
+        riding = riders.take(~np.isin(riders.id, moved))
+        spent[Place.CPU] += int(np.maximum(view.need(riding, Place.CPU) - riding.held, 0).sum())
+    if len(moved):
+        spent[Place.CPU] += int(view.need(moves["swap_out"], Place.CPU).sum())
+        spent[Place.GPU] -= int(moves["swap_out"].held.sum())
+        # Pages of a swap-in are free only after the plan: swaps out come first.
+        spent[Place.GPU] += int(view.need(moves["swap_in"], Place.GPU).sum())
     for seq in moves["preempt"]:
         spent[seq.place] -= seq.held
     for name, value, limit in (

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import chain
+from typing import NamedTuple
 
 from neo_server.errors import NeoError
 from neo_server.plan import Place, SeqView
@@ -69,9 +70,8 @@ class Finish:
     stop_str: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What happened since the reader last looked."""
+class Output(NamedTuple):
+    """What happened since the reader last looked. One is made for every token of every stream."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -92,7 +92,7 @@ def joined(outputs: SequenceOf[Output]) -> Output:
 
 
 class OutputStream:
-    """From the engine to one client. A slow reader gets fewer, larger outputs.
+    """From the engine to one client, its only reader. A slow one gets fewer, larger outputs.
 
     It never holds more than the request's own output, which max_model_len bounds.
     """
@@ -104,7 +104,8 @@ class OutputStream:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._finish: Finish | None = None
         self._error: NeoError | None = None
-        self._changed = asyncio.Event()
+        self._changed = False
+        self._reader: asyncio.Future[None] | None = None  # waits for a change
         self._over = asyncio.Event()
 
     def push(self, text: str, token_ids: SequenceOf[int], finish: Finish | None = None) -> None:
@@ -113,7 +114,7 @@ class OutputStream:
             self._text.append(text)
         self._token_ids.extend(token_ids)
         self._finish = finish
-        self._changed.set()
+        self._wake()
         if finish is not None:
             self._over.set()
 
@@ -127,8 +128,13 @@ class OutputStream:
     def fail(self, error: NeoError) -> None:
         """Ends the stream with an error, the first one."""
         self._error = self._error or error
-        self._changed.set()
+        self._wake()
         self._over.set()
+
+    def _wake(self) -> None:
+        self._changed = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     @property
     def pending_tokens(self) -> int:
@@ -141,17 +147,24 @@ class OutputStream:
 
     async def next(self) -> Output:
         """Waits for output and takes all there is. Raises the error that ended the request."""
-        await self._changed.wait()
+        if not self._changed:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self._error is not None:
             raise self._error
-        output = Output(
-            *("".join(self._text), tuple(self._token_ids), self._finish),
-            *(tuple(self._logprobs), tuple(self._prompt_logprobs)),
-        )
-        for taken in (self._text, self._token_ids, self._logprobs, self._prompt_logprobs):
-            taken.clear()
-        if self._finish is None:
-            self._changed.clear()
+        output = Output("".join(self._text), tuple(self._token_ids), self._finish)
+        self._text.clear()
+        self._token_ids.clear()
+        if self._logprobs or self._prompt_logprobs:
+            output = output._replace(
+                logprobs=tuple(self._logprobs), prompt_logprobs=tuple(self._prompt_logprobs)
+            )
+            self._logprobs.clear()
+            self._prompt_logprobs.clear()
+        self._changed = self._finish is not None
         return output
 
 
@@ -234,7 +247,9 @@ class Request:
             text = self._text_of(token) if self.stop.include_stop_str_in_output else ""
             self.end(Finish(FinishReason.STOP, stop_token_id=token), (token,), text)
             return
-        text, stop_str = self.stop_strings.feed(self._text_of(token), check=may_stop)
+        text, stop_str = self._text_of(token), None
+        if self.stop.stop:
+            text, stop_str = self.stop_strings.feed(text, check=may_stop)
         if stop_str is not None:
             self.finish = Finish(FinishReason.STOP, stop_str=stop_str)
             self.stream.push(text, (token,), self.finish)

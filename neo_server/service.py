@@ -35,9 +35,11 @@ class InferenceService(rpc.InferenceServicer):
         except NeoError as error:
             await _refuse(context, error)
         try:
-            async with aclosing(responses(choices)) as messages:
-                async for message in messages:
-                    await context.write(message)
+            await context.write(_opening(choices))
+            async with aclosing(choices.outputs()) as outputs:  # without a generator between
+                async for index, output in outputs:
+                    for message in _responses(choices.served[index], output):
+                        await context.write(message)
         except NeoError as error:
             await _refuse(context, error)
         finally:
@@ -89,13 +91,17 @@ class InferenceService(rpc.InferenceServicer):
 
 async def responses(choices: Choices) -> AsyncGenerator[pb.GenerateResponse]:
     """What ``Generate`` sends; a slow reader gets fewer, larger deltas. Raises ``NeoError``."""
-    first = choices.served[0]
-    prompt_info = pb.PromptInfo(num_prompt_tokens=first.sequence.num_prompt)
-    yield pb.GenerateResponse(request_id=first.request_id, prompt_info=prompt_info)
+    yield _opening(choices)
     async with aclosing(choices.outputs()) as outputs:
         async for index, output in outputs:
             for response in _responses(choices.served[index], output):
                 yield response
+
+
+def _opening(choices: Choices) -> pb.GenerateResponse:
+    first = choices.served[0]
+    prompt_info = pb.PromptInfo(num_prompt_tokens=first.sequence.num_prompt)
+    return pb.GenerateResponse(request_id=first.request_id, prompt_info=prompt_info)
 
 
 def _responses(served: Request, output: Output) -> Iterator[pb.GenerateResponse]:
@@ -104,10 +110,13 @@ def _responses(served: Request, output: Output) -> Iterator[pb.GenerateResponse]
         told = pb.PromptLogprobs(tokens=map(_logprobs_of, output.prompt_logprobs))
         yield pb.GenerateResponse(request_id=id_, index=index, prompt_logprobs=told)
     if output.text or output.token_ids:
-        delta = pb.Delta(text=output.text, token_ids=output.token_ids)
+        response = pb.GenerateResponse(request_id=id_, index=index)
+        delta = response.delta  # filled in place: a Delta of its own would be copied
+        delta.text = output.text
+        delta.token_ids.extend(output.token_ids)
         if output.logprobs:
             delta.logprobs.extend(map(_logprobs_of, output.logprobs))
-        yield pb.GenerateResponse(request_id=id_, index=index, delta=delta)
+        yield response
     if output.finish is not None:
         finish_info = _finish_info(served, output.finish)
         yield pb.GenerateResponse(request_id=id_, index=index, finish_info=finish_info)

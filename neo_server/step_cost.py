@@ -50,12 +50,13 @@ class StepLoad:
 
 def load_of_step(step: Step) -> StepLoad:
     """From the rows, as they were planned."""
-    first, second, _ = step.n_rows
+    first, second, riders = step.n_rows
     loads = [_load(step, slice(0, first))]
     if second:
         loads.append(_load(step, slice(first, first + second)))
     loads[0].moved += sum(swap.n_tokens for swap in step.swaps)
-    return StepLoad(tuple(loads), _ride(step, slice(first + second, None)))
+    ride = _ride(step, slice(first + second, None)) if riders else NO_RIDE
+    return StepLoad(tuple(loads), ride)
 
 
 def _ride(step: Step, part: slice) -> Ride:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from neo_server.errors import ConfigurationError, InvalidRequestError
 # One text at a time gains nothing from a thread pool of the size of the machine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _MANY_TOKENS = 1024
+_PIECES = 16384  # tokens whose bytes are kept, of each tokenizer
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -33,6 +35,7 @@ class Tokenizer:
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self.longest_token = max(map(len, rust.get_vocab()), default=1)  # characters
         self.prefix = self._special_prefix()  # ids that begin every text
+        self.piece = lru_cache(_PIECES)(self._piece)
         self._plain = next(iter(self.encode("a", add_special_tokens=False)), 0)
         self._plain_length = len(self.decode([self._plain], skip_special_tokens=False))
 
@@ -91,6 +94,18 @@ class Tokenizer:
             return None
         token: str | None = self._rust.id_to_token(token_id)
         return token
+
+    def _piece(self, token_id: int, skip_special_tokens: bool) -> tuple[bytes, str | None]:
+        """Of a byte-level token: its bytes, and their text if they are whole characters.
+
+        Skipped and unknown ids have none.
+        """
+        token = self.token(token_id, skip_special_tokens=skip_special_tokens)
+        data = b"" if token is None else _bytes_of(token)
+        try:
+            return data, data.decode()
+        except UnicodeDecodeError:
+            return data, None
 
     def spelling(self, token_id: int) -> tuple[str, bytes]:
         """One token by itself, special or not: as text, and as the bytes that it stands for."""
@@ -181,14 +196,19 @@ class ByteLevelDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_open = False  # in the middle of a character
 
     def feed(self, token_id: int) -> str:
         """See ``Detokenizer``."""
-        token = self._tokenizer.token(token_id, skip_special_tokens=self._skip)
-        return "" if token is None else self._utf8.decode(_bytes_of(token))
+        data, text = self._tokenizer.piece(token_id, self._skip)
+        if text is None or self._is_open:
+            text = self._utf8.decode(data)
+            self._is_open = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """See ``Detokenizer``."""
+        self._is_open = False
         return self._utf8.decode(b"", final=True)
 
 

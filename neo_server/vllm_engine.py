@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,7 +69,7 @@ class VllmEngineService(rpc.VllmEngineServicer):
             else:
                 collected[at].append(output)
             if output.finish is not None:
-                whole = replace(output, prompt_logprobs=()) if request.stream else None
+                whole = output._replace(prompt_logprobs=()) if request.stream else None
                 yield complete_of(served, whole or joined(collected[at]), own_ends)
 
     async def HealthCheck(  # noqa: N802

@@ -1,7 +1,8 @@
 """CPU time of the server's process per streamed token: engine alone, over gRPC, over HTTP.
 
 A link that takes a fixed time for every plan stands for the gpu worker, so that each token is a
-message of its own. The clients run in a process of their own.
+message of its own. The clients run in a process of their own. What is imported or compiled at the
+first request is not counted.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from protos import inference_pb2_grpc as rpc
 
 PROMPT = (5, 6, 7, 8)
 PAGE = 64
+WARM_TOKENS = 10
 
 
 class PacedLink:
@@ -138,7 +140,7 @@ async def http_client(address: str, streams: int, tokens: int) -> int:
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Prints one JSON line for each way."""
+    """Prints one JSON line for each way, a value for each round."""
     options = Options(
         *(arguments.model,),
         device="cpu",
@@ -165,30 +167,44 @@ async def measure(arguments: argparse.Namespace) -> None:
     http = HttpServer(make_app(state, prompt_bytes(state)), "127.0.0.1", 0)
     addresses = {"grpc": await listen(public, "127.0.0.1", 0), "http": http.address}
     await http.start()
-    total = arguments.streams * arguments.tokens
     for way in ("engine", "grpc", "http"):
-        begin, cpu = time.perf_counter(), time.process_time()
-        messages = None
-        if way == "engine":
-            await engine_alone(engine, arguments.streams, arguments.tokens)
-        else:
-            messages = await _run_client(way, addresses[way], arguments)
-        line = {
-            "way": way,
-            "cpu_us_per_token": round((time.process_time() - cpu) / total * 1e6, 1),
-            "tokens_per_s": round(total / (time.perf_counter() - begin)),
-            "messages_per_token": messages and round(messages / total, 3),
-        }
-        print(json.dumps(line), flush=True)
+        await _measure_way(way, engine, addresses, arguments, WARM_TOKENS)
+        rounds = [
+            await _measure_way(way, engine, addresses, arguments, arguments.tokens)
+            for _ in range(arguments.rounds)
+        ]
+        names = rounds[0].keys()
+        print(json.dumps({"way": way, **{name: [r[name] for r in rounds] for name in names}}))
     await http.stop(None)
     await public.stop(None)
     task.cancel()
 
 
-async def _run_client(way: str, address: str, arguments: argparse.Namespace) -> int:
+async def _measure_way(
+    way: str,
+    engine: Engine,
+    addresses: dict[str, str],
+    arguments: argparse.Namespace,
+    tokens: int,  # of each stream
+) -> dict[str, float | None]:
+    total = arguments.streams * tokens
+    begin, cpu = time.perf_counter(), time.process_time()
+    messages = None
+    if way == "engine":
+        await engine_alone(engine, arguments.streams, tokens)
+    else:
+        messages = await _run_client(way, addresses[way], arguments, tokens)
+    return {
+        "cpu_us_per_token": round((time.process_time() - cpu) / total * 1e6, 1),
+        "tokens_per_s": round(total / (time.perf_counter() - begin)),
+        "messages_per_token": messages and round(messages / total, 3),
+    }
+
+
+async def _run_client(way: str, address: str, arguments: argparse.Namespace, tokens: int) -> int:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, arguments.model, "--client", way, "--address", address),
-        *("--streams", str(arguments.streams), "--tokens", str(arguments.tokens)),
+        *("--streams", str(arguments.streams), "--tokens", str(tokens)),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await process.communicate()
@@ -202,6 +218,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--plan-ms", type=float, default=50.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--client", choices=("grpc", "http"), help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

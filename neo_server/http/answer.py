@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from neo_server.choices import Choices
@@ -23,7 +23,7 @@ _GONE = 499  # nobody reads it: the client closed the connection
 class EventStream(StreamingResponse):
     """Server-sent events. A client that goes away ends its requests, wherever they are."""
 
-    def __init__(self, events: AsyncIterator[str], choices: Choices) -> None:
+    def __init__(self, events: AsyncIterator[bytes], choices: Choices) -> None:
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -67,7 +67,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _events(
     choices: Choices, form: CompletionForm, include_usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """An error in mid-stream is an event of its own, since the status is sent already."""
     more: dict[str, Any] = {"usage": None} if include_usage else {}
     openings = [form.opening(index) for index in range(len(choices.served))]
@@ -81,8 +81,8 @@ async def _events(
             yield _event(form.part([]) | {"usage": usage_of(choices.served)})
     except NeoError as error:
         yield _event(form_of(error)[1])
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % to_json(data)
