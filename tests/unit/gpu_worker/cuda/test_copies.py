@@ -306,6 +306,7 @@ CASES = [
     pytest.param("churn", TIGHT, 0.5, id="blocks given away at once"),
     pytest.param("churn", TIGHT, 0.0, id="kernel by kernel"),
     pytest.param("churn", TIGHT, 1.0, id="graphs"),
+    pytest.param("restful_churn", TIGHT, 0.5, id="the moved rest"),
     pytest.param("ride_churn", LOOSE, 0.5, id="riders"),
     pytest.param("neo", TIGHT, 0.5, id="neo"),
 ]
