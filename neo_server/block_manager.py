@@ -52,6 +52,10 @@ class Pool:
         """Takes them back."""
         self._free.extend(reversed(numbers))
 
+    def give_last(self, numbers: list[int]) -> None:
+        """Takes them back, to be taken after all others."""
+        self._free[:0] = reversed(numbers)
+
 
 class BlockManager:
     """Pools of both caches and of slots. What a plan in flight may read is freed when it reported.
@@ -121,9 +125,12 @@ class BlockManager:
             held.extend(more)
 
     def swap_out(self, seq: Sequence) -> None:
-        """GPU to CPU. The blocks are free for this very plan: swaps out come before all else."""
+        """GPU to CPU. The blocks are free for this very plan: swaps out come before all else.
+
+        Whoever writes them waits for the copy, so all others are taken first.
+        """
         self.grow(seq, Place.CPU)
-        self.blocks.give(seq.blocks)
+        self.blocks.give_last(seq.blocks)
         seq.blocks = []
         seq.place = Place.CPU
 

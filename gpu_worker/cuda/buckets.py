@@ -2,9 +2,9 @@
 
 Row kinds, lengths, tables and epochs come from device memory, so that the graph of a bucket serves
 any split between prefills, GPU- and CPU-requests. What fits no bucket (more than ``MIXED_TOKENS``
-tokens, two sub-batches of which one has prefills or where there are riders, riders beside rows of
-kind decode_cpu, later chunks of CPU prefills) runs the same launches one by one: there the device
-takes longer than the host.
+tokens, prefills in the second sub-batch, riders beside two sub-batches or rows of kind decode_cpu,
+later chunks of CPU prefills) runs the same launches one by one: there the device mostly takes
+longer than the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from gpu_worker.cuda.plan import PAD_TILES, TILE_Q, CpuChunk, HostBatch, HostPla
 
 SMALL = (1, 2, 4, 8)
 STEP = 8  # between buckets up to 64 rows; then 16 up to 128, then 32
-PAIRS = (8, 32, 64, 128, 256)  # buckets of each batch where there are two
+PAIRS = (8, 32, 64, 128, 256)  # buckets of each batch where there are two of decodes
+# Buckets of a second batch beside one with prefills. Few: up to some 300 tokens (H200) a linear
+# stage takes as long as reading its weights, and rows that are none cost little else.
+MATES = (64, 256)
 MIXED_TOKENS = 2048  # of an iteration with prefills
 MIXED_ROWS = ((64, 4), (256, 1))  # decode rows beside prefills, and splits of each
 MIXED_PREFILLS = PAD_TILES  # rows; each may begin one tile more
@@ -77,10 +80,20 @@ def buckets(most: int) -> list[int]:
 
 def mixed_buckets(most: int) -> list[int]:
     """Tokens of iterations with prefills; a matrix product takes tokens by the 64 anyhow."""
+    return _steps(most, ((512, 64), (1024, 128)))
+
+
+def pair_buckets(most: int) -> list[int]:
+    """Tokens of a first batch with prefills where there are two."""
+    return _steps(most, ((1024, 128),))
+
+
+def _steps(most: int, upto: Sequence[tuple[int, int]]) -> list[int]:
+    """``upto``: bounds, and the step below each; then 256."""
     found: list[int] = []
     while not found or found[-1] < min(most, MIXED_TOKENS):
         last = found[-1] if found else 0
-        found.append(last + (64 if last < 512 else 128 if last < 1024 else 256))
+        found.append(last + next((step for bound, step in upto if last < bound), 256))
     return found
 
 
@@ -116,7 +129,9 @@ class Buckets:
         self._ride_capacity = ride_capacity
         self._rows = buckets(max_rows)
         self._pairs = [n for n in PAIRS if n <= self._rows[-1]]
+        self._mates = list(dict.fromkeys(min(n, self._rows[-1]) for n in MATES))
         self._mixed = mixed_buckets(max_tokens)
+        self._pair_mixed = pair_buckets(max_tokens)
         fewer = (0, *(n for n, _ in MIXED_ROWS))  # rows that the bucket before holds
         self._mixed_rows = [
             pair for pair, held in zip(MIXED_ROWS, fewer, strict=False) if held < max_rows
@@ -130,11 +145,19 @@ class Buckets:
             for tokens in self._mixed:
                 for rows, splits in self._mixed_rows:
                     yield (mixed_shape(tokens, rows, splits, cpu),)
-        for a in self._pairs if offload else ():
-            for b in self._pairs:
-                yield decode_shape(0, a, True), decode_shape(1, b, True)
+        if offload:
+            yield from self._pair_keys()
         if offload and self._ride_capacity:
             yield from self._ride_keys()
+
+    def _pair_keys(self) -> Iterator[Key]:
+        for a in self._pairs:
+            for b in self._pairs:
+                yield decode_shape(0, a, True), decode_shape(1, b, True)
+        for tokens in self._pair_mixed:
+            for rows, splits in self._mixed_rows:
+                for b in self._mates:
+                    yield mixed_shape(tokens, rows, splits, True), decode_shape(1, b, True)
 
     def _ride_keys(self) -> Iterator[Key]:
         for (shape,) in self.keys(offload=False):
@@ -148,31 +171,52 @@ class Buckets:
         """The least shape that holds this plan's rows, or None where there is none."""
         if [batch.channel for batch in plan.batches] != list(range(len(plan.batches))):
             return None
-        one = len(plan.batches) == 1
-        if plan.rides is not None and (not one or plan.batches[0].n_cpu_rows):
+        if plan.rides is not None and (len(plan.batches) > 1 or plan.batches[0].n_cpu_rows):
             return None
-        key = []
-        for batch in plan.batches:
-            own = batch.n_sampled - batch.n_ride_sampled
-            if batch.decodes_only and own == batch.n_tokens:
-                bucket = bucket_of(batch.n_tokens, self._rows if one else self._pairs)
-                cpu = batch.n_cpu_rows > 0 or not one
-                shape = decode_shape(batch.channel, bucket, cpu) if bucket else None
-            else:
-                shape = self._mixed_shape_of(batch) if one else None
-            if shape is None:
-                return None
-            if plan.rides is not None:
-                shape = replace(shape, cpu_rows=0).with_riders(self._ride_capacity)
-            key.append(shape)
-        return tuple(key)
+        if len(plan.batches) == 2:
+            return self._pair_of(*plan.batches)
+        if not plan.batches:
+            return None
+        shape = self._single_of(plan.batches[0], plan.rides is not None)
+        return (shape,) if shape else None
 
-    def _mixed_shape_of(self, batch: HostBatch) -> Shape | None:
-        tokens = bucket_of(batch.n_tokens, self._mixed)
+    def _single_of(self, batch: HostBatch, riders: bool) -> Shape | None:
+        if _decodes_only(batch):
+            shape = self._decode_shape_of(batch, self._rows, batch.n_cpu_rows > 0)
+        else:
+            shape = self._mixed_shape_of(batch, self._mixed, batch.to_cpu)
+        if shape is not None and riders:
+            shape = replace(shape, cpu_rows=0).with_riders(self._ride_capacity)
+        return shape
+
+    def _pair_of(self, first: HostBatch, second: HostBatch) -> Key | None:
+        """Two batches; CPU rows may be in both. Prefills are in the first."""
+        if not _decodes_only(second):
+            return None
+        if _decodes_only(first):
+            shape = self._decode_shape_of(first, self._pairs, cpu=True)
+            mate = self._decode_shape_of(second, self._pairs, cpu=True)
+        else:
+            shape = self._mixed_shape_of(first, self._pair_mixed, cpu=True)
+            mate = self._decode_shape_of(second, self._mates, cpu=True)
+        return (shape, mate) if shape and mate else None
+
+    @staticmethod
+    def _decode_shape_of(batch: HostBatch, among: Sequence[int], cpu: bool) -> Shape | None:
+        bucket = bucket_of(batch.n_tokens, among)
+        return decode_shape(batch.channel, bucket, cpu) if bucket else None
+
+    def _mixed_shape_of(self, batch: HostBatch, among: Sequence[int], cpu: bool) -> Shape | None:
+        tokens = bucket_of(batch.n_tokens, among)
         wanted = max(batch.n_gpu_rows, batch.n_sampled - batch.n_ride_sampled - MIXED_PREFILLS)
         rows = next((pair for pair in self._mixed_rows if pair[0] >= wanted), None)
         if tokens is None or rows is None or batch.cpu_chunks:
             return None
         if batch.n_cpu_rows > MIXED_CPU_ROWS or batch.n_tiles > tokens // TILE_Q + MIXED_PREFILLS:
             return None
-        return mixed_shape(tokens, *rows, cpu=batch.to_cpu)
+        return mixed_shape(tokens, *rows, cpu)
+
+
+def _decodes_only(batch: HostBatch) -> bool:
+    """Decodes that are all sampled from."""
+    return batch.decodes_only and batch.n_sampled - batch.n_ride_sampled == batch.n_tokens

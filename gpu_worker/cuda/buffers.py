@@ -73,7 +73,8 @@ class Buffers:
         # Then for riders: waited ns, void flag by stage.
         width = max(2 * rows, (limits.ride_groups + 1) // 2 * 2) + 4
         self.outcome = make(CHANNELS + 1, width, dtype=torch.int32)
-        self.staging = make(0)  # K and V of one layer of one sequence: see stage_for
+        # Two times K and V of one layer of one sequence, as a cache of one block: see stage_for.
+        self.staging = make(0)
         self.rows = rows
 
     def blank(self) -> None:
@@ -82,8 +83,8 @@ class Buffers:
             channel.meta[: len(self._blank)] = self._blank
 
     def stage_for(self, config: ModelConfig, tokens: int) -> None:
-        """Room for the earlier chunks of a CPU prefill, one layer at a time."""
-        shape = (2, tokens, config.num_key_value_heads, config.head_dim)
+        """Room for the earlier chunks of a CPU prefill, one layer at a time, two deep."""
+        shape = (2, 2, 1, tokens, config.num_key_value_heads, config.head_dim)
         self.staging = torch.zeros(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
     def tokens_out(self, channel: int) -> Tensor:

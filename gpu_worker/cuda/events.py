@@ -13,10 +13,10 @@ IN_GRAPH = 8  # calls per replay, so that the cost of a replay is spread
 
 
 class Event:
-    """A timed event; methods as of ``torch.cuda.Event``."""
+    """A timed event, or one that is only waited for; methods as of ``torch.cuda.Event``."""
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def __init__(self, timing: bool = True) -> None:
+        self._event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Behind what the current stream holds now."""
@@ -29,6 +29,10 @@ class Event:
     def synchronize(self) -> None:
         """Waits until ``query`` is true."""
         self._event.synchronize()
+
+    def hold_stream(self) -> None:
+        """What the current stream gets from now on is done behind the event."""
+        self._event.wait()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds until ``end``; both must be through."""

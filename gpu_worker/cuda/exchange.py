@@ -5,7 +5,6 @@ The host announces, watches and retires; kernels publish, wait and collect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +13,21 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_worker.cuda import handoff
+from gpu_worker.cuda.chunks import ChunkLoads
+from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.host_memory import MappedSegment
-from gpu_worker.cuda.plan import CpuChunk, HostPlan, HostPlanReader, HostSwap
+from gpu_worker.cuda.page_copies import copy_pages_kernel
+from gpu_worker.cuda.plan import HostPlan, HostPlanReader
 from gpu_worker.cuda.rides import announced as rides_announced
+from gpu_worker.cuda.spans import (
+    ROWS,
+    HostSwap,
+    SpanTable,
+    SpanUploads,
+    span_table,
+    table_size,
+)
+from gpu_worker.cuda.streams import Lane, Streams, streams_of
 from gpu_worker.errors import BadPlanError
 from neo_native import SwapKind, device_layout
 
@@ -29,16 +39,11 @@ Array = npt.NDArray[Any]
 
 # neo::wire::DType
 KV_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16, 3: torch.int8}
-COPY_ROWS = 16  # tokens that one program copies
+# Programs of a copy at most. A program has 4 KiB under way (16 tokens of 128 values of 16 bits), so
+# these have 256 KiB, where PCIe 5 x16 at 1.5 us a round trip needs 96, and they take a sixteenth of
+# the threads of half of an H200's processors from what runs beside them.
+COPY_PROGRAMS = 64
 BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
-
-
-@dataclass(frozen=True)
-class Places:
-    """Tokens in both caches, on the device."""
-
-    index: Tensor  # int32 [3][n and padding]: in the GPU-cache or staging; page; row of the page
-    n: int
 
 
 class DeviceExchange:
@@ -58,6 +63,7 @@ class DeviceExchange:
         self._native = exchange
         self._reader = reader
         self._device = device
+        self.streams: Streams = streams_of(device)
         self._at = device_layout(geometry)
         self._max_tasks, self._max_rows = int(geometry["max_tasks"]), int(geometry["max_rows"])
         self._n_layers = int(geometry["n_layers"])
@@ -190,58 +196,77 @@ class DeviceExchange:
         """The device is through with the plan."""
         self._native.retire(plan.plan_id)
 
+    def copies(self, cache: Tensor, depth: int) -> Copies:
+        """The swaps of plans. ``cache``: the GPU-cache's blocks; ``depth``: plans in flight."""
+        limits = self._reader.limits
+        tokens = cache.shape[2] * cache.shape[3]
+        pages = self._most_pages(tokens, limits.max_swaps)
+        size = table_size(limits.max_swaps, tokens, cache.shape[2], pages)
+        uploads = {lane: self._uploads(size, lane) for lane in (Lane.OUT, Lane.IN)}
+        layout = self._reader.layout
+        return Copies(self, cache, layout, self.streams, uploads, depth)
+
+    def chunk_loads(self, staging: Tensor) -> ChunkLoads:
+        """The earlier chunks of CPU prefills. ``staging``: see ``Buffers``."""
+        rows, tokens = self._reader.limits.max_rows, self.n_pages * self.page_size
+        size = table_size(rows, tokens, rows, self._most_pages(tokens, rows))
+        uploads = self._uploads(size, Lane.IN)
+        return ChunkLoads(self, self._reader.pages_of, self.streams, staging, uploads)
+
+    def _most_pages(self, tokens: int, sequences: int) -> int:
+        """That so many tokens can lie in."""
+        return min(tokens // self.page_size + sequences, self.n_pages)
+
+    def _uploads(self, size: int, lane: Lane) -> SpanUploads:
+        return SpanUploads(size, lane, self.streams, self._device)
+
     def swap(self, blocks: Tensor, swap: HostSwap) -> None:
-        """All layers of a sequence. ``blocks``: the GPU-cache."""
-        self._copy(blocks, 0, len(blocks), self._upload(swap), swap.kind is SwapKind.OUT)
+        """All layers of a sequence on the current stream, for one that no plan moves.
 
-    def find_chunk(self, chunk: CpuChunk) -> Places:
-        """Where the sequence's first tokens lie, for every layer of one plan."""
-        return self._upload(self._reader.pages_of(chunk.slot, chunk.start))
-
-    def load_chunk(self, staging: Tensor, layer: int, places: Places) -> None:
-        """One layer of them into ``staging``, [2][tokens][..]."""
-        self._copy(staging.unsqueeze(0), layer, 1, places, to_cpu=False)
+        ``blocks``: the GPU-cache. Allocates; plans go through ``gpu_worker.cuda.copies``.
+        """
+        table = span_table([swap])
+        table = table.on(torch.from_numpy(table.ints).to(self._device))
+        self.copy_pages(blocks, range(len(blocks)), table, table.groups[0], swap.kind)
 
     def warm_up(self, blocks: Tensor, staging: Tensor) -> None:
-        """Compiles the copies, by moving one token out and back."""
+        """Compiles the copies, by moving one token out and back, and in for a later chunk."""
         one = np.zeros(1, np.int32)
-        for kind in (SwapKind.OUT, SwapKind.IN):
-            self.swap(blocks, HostSwap(kind, one, one, one))
-        places = self._upload(HostSwap(SwapKind.IN, one, one, one))
-        self._copy(staging.unsqueeze(0), 0, 1, places, to_cpu=False)
+        for kind, to in ((SwapKind.OUT, blocks), (SwapKind.IN, blocks), (SwapKind.IN, staging)):
+            self.swap(to, HostSwap(kind, 0, 1, one, one))
 
-    def _upload(self, swap: HostSwap) -> Places:
-        n = len(swap.flat)
-        places = np.zeros((3, triton.cdiv(n, COPY_ROWS) * COPY_ROWS), np.int32)
-        places[:, :n] = swap.flat, swap.pages, swap.page_rows
-        pinned = torch.from_numpy(places).pin_memory()
-        return Places(pinned.to(self._device, non_blocking=True), n)
-
-    def _copy(
-        self, cache: Tensor, first_layer: int, layers: int, places: Places, to_cpu: bool
+    def copy_pages(
+        self, cache: Tensor, layers: range, table: SpanTable, groups: range, kind: SwapKind
     ) -> None:
-        n = places.n
-        if n == 0:
+        """Some layers of a part of a table's spans.
+
+        ``cache``: of these layers, [layers][2][blocks][tokens of a block][kv_heads][head_dim].
+        """
+        items = len(groups) * len(layers) * 2 * self._kv_heads
+        if items == 0:
             return
-        flat, pages, page_rows = places.index.unbind()
-        handoff.copy_pages_kernel[(triton.cdiv(n, COPY_ROWS), layers, 2 * self._kv_heads)](
+        copy_pages_kernel[(min(items, COPY_PROGRAMS),)](
             cache,
             cache.stride(0),
             cache.stride(1),
             self.tiles,
             self.scales,
-            flat,
-            pages,
-            page_rows,
-            n,
-            first_layer,
+            table.ints,
+            table.groups_at,
+            table.entries_at,
+            groups.start,
+            len(groups),
+            layers.start,
+            len(layers),
+            cache.shape[3],
+            self.page_size,
             self.n_pages,
             self.tile_stride,
             self.scale_stride,
             KV_HEADS=self._kv_heads,
             HEAD_DIM=self._head_dim,
             DIM_PAD=triton.next_power_of_2(self._head_dim),
-            ROWS=COPY_ROWS,
-            TO_CPU=to_cpu,
+            ROWS=ROWS,
+            TO_CPU=kind is SwapKind.OUT,
             INT8=self.is_int8,
         )

@@ -1,7 +1,8 @@
 """Runs plans on a CUDA device without waiting: submitted, then collected in their order.
 
-The host uploads one block of metadata per sub-batch and enqueues the iteration: a graph replay for
-decodes, launches one by one where there are prefills. Tokens of continuing rows stay on the device.
+The host enqueues swaps beside the iterations (``gpu_worker.cuda.copies``), uploads one block of
+metadata per sub-batch and enqueues the iteration: a graph replay, or launches one by one where no
+graph fits. Tokens of continuing rows stay on the device.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,13 +23,14 @@ from gpu_worker.cuda.graphs import Graphs
 from gpu_worker.cuda.plan import HostPlan, MetaLayout
 from gpu_worker.cuda.rides import VoidRiders
 from gpu_worker.cuda.stages import Stages
+from gpu_worker.cuda.streams import Mark as Point
 from gpu_worker.cuda.timeline import DeviceRecorder, Mark
 from gpu_worker.executor import Outcome
 from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.timing import StageTimes
 from neo_native import RowStatus
-from neo_native.timeline import SpanKind, Timeline
+from neo_native.timeline import Timeline
 
 COUNTED_TOKENS = 64  # steps of the log's sizes
 RIDES = -1  # among channels: all riders
@@ -51,6 +52,7 @@ class InFlight:
     last_ride: int  # the last job of riders that it takes back
     replayed: bool  # from a graph, not launched kernel by kernel
     reports: tuple[Report, ...]  # pinned, as is outcome
+    copied: list[Point]  # behind its swaps
     seen: dict[int, int] = field(default_factory=dict)  # what was done, when last looked at
     since: float = 0.0  # when they last grew
     marks: list[Mark] | None = None  # where the plan is recorded
@@ -72,7 +74,7 @@ class CudaExecutor:
         """``depth``: plans in flight at most. ``keep_waiting``: false gives up CPU rows at once."""
         self._stages = stages
         self._drawing = Drawing(stages.buffers, features)
-        self._cache = cache
+        self._copies = stages.exchange.copies(cache.blocks, depth) if stages.exchange else None
         self._layout = layout
         self._graphs = graphs
         self._keep_waiting = keep_waiting
@@ -116,7 +118,8 @@ class CudaExecutor:
         if not self._in_flight:
             return False
         self._watch(self._in_flight[0])
-        return self._in_flight[0].end.query()
+        oldest = self._in_flight[0]
+        return oldest.end.query() and all(copied.query() for copied in oldest.copied)
 
     @torch.inference_mode()
     def submit(self, plan: HostPlan) -> None:
@@ -132,6 +135,8 @@ class CudaExecutor:
             assert exchange is not None
             tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
             last_ride = exchange.last_ride(plan)
+        if self._copies is not None:
+            self._copies.start(plan, *((recorder.marked_copy,) if recorder else ()))
         begin, end = Event(), Event()
         begin.record()
         for batch in plan.batches:
@@ -142,36 +147,43 @@ class CudaExecutor:
             assert buffers.rides is not None
             metas[-1].numpy()[:] = plan.rides.meta
             buffers.rides.meta.copy_(metas[-1], non_blocking=True)
-        for swap in plan.swaps:
-            assert exchange is not None
-            with recorder.stages.marked(SpanKind.SWAP) if recorder else nullcontext():
-                exchange.swap(self._cache.blocks, swap)
         self._drawing.record(plan)
-        # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
-        eager = recorder is not None or (plan.wanted is not None and len(plan.wanted.prompts) > 0)
-        graph = self._graphs.find(plan) if self._graphs and not eager else None
-        reports: list[Report] = []
-        if graph is not None:
-            graph.replay()
-        else:
-            stages = recorder.stages if recorder else self._stages
-            stages.forward(
-                [Shape.of(batch) for batch in plan.batches],
-                lambda shape: reports.extend(self._drawing.prompt_reports(plan, shape)),
-            )
+        replayed, reports = self._enqueue(plan, recorder)
         reports += self._drawing.draw(plan)
         outcome.copy_(buffers.outcome, non_blocking=True)
         fetched = tuple(report.fetched() for report in reports)
         end.record()
-        replayed = graph is not None
+        copied = self._copies.finish(plan) if self._copies is not None else []
         self._in_flight.append(
             InFlight(
                 *(plan, begin, end, metas, outcome, tasks, has_cpu, epochs, last_ride),
-                *(replayed, fetched),
+                *(replayed, fetched, copied),
             )
         )
         if recorder is not None:
             self._in_flight[-1].marks = recorder.stages.take()
+
+    def _enqueue(
+        self, plan: HostPlan, recorder: DeviceRecorder | None
+    ) -> tuple[bool, list[Report]]:
+        """The iteration. Whether it is a graph's, and the log-probabilities of prompts."""
+        # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
+        eager = recorder is not None or (plan.wanted is not None and len(plan.wanted.prompts) > 0)
+        graph = self._graphs.find(plan) if self._graphs and not eager else None
+        chunked = any(batch.cpu_chunks for batch in plan.batches)  # earlier chunks are read at once
+        if self._copies is not None and (graph is not None or chunked):
+            self._copies.hold()
+        if graph is not None:
+            graph.replay()
+            return True, []
+        reports: list[Report] = []
+        stages = recorder.stages if recorder else self._stages
+        stages.forward(
+            [Shape.of(batch) for batch in plan.batches],
+            lambda shape: reports.extend(self._drawing.prompt_reports(plan, shape)),
+            self._copies.hold_layer if self._copies is not None else None,
+        )
+        return False, reports
 
     def collect(self) -> Outcome:
         """Waits for the oldest plan."""
@@ -209,6 +221,8 @@ class CudaExecutor:
         while not flight.end.query():
             self._watch(flight)
             time.sleep(WATCH_S)
+        for copied in flight.copied:
+            copied.synchronize()
 
     def _watch(self, flight: InFlight) -> None:
         """Gives up the CPU rows of the oldest plan once no job of it was done for too long."""

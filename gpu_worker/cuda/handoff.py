@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_worker.cuda.quantize import quantize, scale_of
-
 
 @triton.jit
 def _store_release(address, value):
@@ -196,41 +194,3 @@ def ride_leave_kernel(
         row = tl.load(store_rows + r).to(tl.int64)
         x = tl.load(residual + r * HIDDEN + at, mask=at < HIDDEN, other=0.0)
         tl.store(store + row * HIDDEN + at, x, mask=at < HIDDEN)
-
-
-# Not specialised by the number of tokens: nothing is compiled while plans run.
-@triton.jit(do_not_specialize=["n_tokens", "first_layer", "cache_layer"])
-def copy_pages_kernel(
-    cache, cache_layer, cache_plane, tiles, scales, flat, pages, page_rows, n_tokens,
-    first_layer, n_pages, tile_stride, scale_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TO_CPU: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """ROWS tokens of one layer, KV head and K or V, between the caches (swaps, earlier chunks)."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    layer = tl.program_id(1).to(tl.int64)
-    h = tl.program_id(2) // 2
-    is_v = (tl.program_id(2) % 2).to(tl.int64)
-    there = n < n_tokens
-    d = tl.arange(0, DIM_PAD)
-    here = there[:, None] & (d < HEAD_DIM)[None, :]
-    slot = tl.load(flat + n, mask=there, other=0).to(tl.int64)
-    page = tl.load(pages + n, mask=there, other=0).to(tl.int64)
-    row = tl.load(page_rows + n, mask=there, other=0).to(tl.int64)
-    on_gpu = cache + layer * cache_layer + is_v * cache_plane
-    on_gpu = on_gpu + ((slot * KV_HEADS + h) * HEAD_DIM)[:, None] + d[None, :]
-    tile = (((first_layer + layer) * n_pages + page) * KV_HEADS + h) * 2 + is_v
-    on_cpu = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
-    at_scale = scales + tile * scale_stride + row
-    if TO_CPU:
-        x = tl.load(on_gpu, mask=here, other=0.0).to(tl.float32)
-        if INT8:
-            scale = scale_of(tl.max(tl.abs(x), axis=1))
-            x = quantize(x, scale)
-            tl.store(at_scale, scale, mask=there)
-        tl.store(on_cpu, x.to(tiles.dtype.element_ty), mask=here)
-    else:
-        x = tl.load(on_cpu, mask=here, other=0).to(tl.float32)
-        if INT8:
-            x = x * tl.load(at_scale, mask=there, other=0.0)[:, None]
-        tl.store(on_gpu, x.to(cache.dtype.element_ty), mask=here)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpu_worker.batch import PlanColumns, plan_columns, sampling_params
 from gpu_worker.cuda.rides import HostRides, RideLayout, host_rides
+from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits, check_plan
 from gpu_worker.riders import read_riders
 from gpu_worker.sampler import SamplingParams
@@ -134,16 +135,6 @@ class HostBatch:
 
 
 @dataclass(frozen=True)
-class HostSwap:
-    """Tokens of one sequence that move between the caches."""
-
-    kind: SwapKind
-    flat: npt.NDArray[np.int32]
-    pages: npt.NDArray[np.int32]
-    page_rows: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
 class HostPlan:
     """One iteration."""
 
@@ -171,13 +162,13 @@ class HostPlanReader:
 
     def __init__(self, sequences: Sequences, limits: PlanLimits) -> None:
         self._sequences = sequences
-        self._limits = limits
+        self.limits = limits
         self.layout = MetaLayout(limits)
         self.ride_layout = RideLayout(limits)
 
     def read(self, step: StepSlot) -> HostPlan:
         """A checked copy of the step."""
-        check_plan(step, self._sequences, self._limits)
+        check_plan(step, self._sequences, self.limits)
         header = step.header
         n_rows = [int(n) for n in header["n_rows"]]
         rows = step.rows[: sum(n_rows)]
@@ -206,10 +197,10 @@ class HostPlanReader:
         )
 
     def _rides(self, rows: Array, at: int, columns: PlanColumns) -> HostRides | None:
-        groups = read_riders(rows, at, columns, self._sequences, self._limits, torch.device("cpu"))
+        groups = read_riders(rows, at, columns, self._sequences, self.limits, torch.device("cpu"))
         if not groups:
             return None
-        return host_rides(groups, self.ride_layout, self._sequences, self._limits.page_size)
+        return host_rides(groups, self.ride_layout, self._sequences, self.limits.page_size)
 
     def _batch(
         self,
@@ -276,14 +267,14 @@ class HostPlanReader:
         slots = rows.token_slots[base : base + n]
         positions = rows.token_positions[base : base + n]
         on_gpu = (kinds == RowKind.PREFILL_GPU) | (kinds == RowKind.DECODE_GPU)
-        size = self._limits.block_size
+        size = self.limits.block_size
         blocks = self._sequences.block_table[slots[on_gpu], positions[on_gpu] // size]
         fields["cache_slots"][mine][on_gpu] = (
             blocks.astype(np.int64) * size + positions[on_gpu] % size
         )
         if on_gpu.all():
             return
-        size = self._limits.page_size
+        size = self.limits.page_size
         fields["pages"][mine][~on_gpu] = self._sequences.page_table[
             slots[~on_gpu], positions[~on_gpu] // size
         ]
@@ -300,7 +291,7 @@ class HostPlanReader:
         counts: Array,
     ) -> int:
         """Block tables of GPU decodes, then of prefills; returns how much of ``meta`` is used."""
-        at, size = self.layout.tables_at, self._limits.block_size
+        at, size = self.layout.tables_at, self.limits.block_size
         held = np.where(kinds == RowKind.DECODE_GPU, lens, lens - counts)
         held = np.where(kinds == RowKind.PREFILL_CPU, 0, held)[with_table]
         columns = int(-(-held.max(initial=0) // size))
@@ -323,24 +314,18 @@ class HostPlanReader:
 
     def span(self, slot: int, n_tokens: int, kind: SwapKind) -> HostSwap:
         """Tokens [0, n_tokens) of a slot, in both caches."""
-        positions = np.arange(n_tokens)
-        size, page = self._limits.block_size, self._limits.page_size
-        blocks = self._sequences.block_table[slot, positions // size].astype(np.int64)
-        pages = self._sequences.page_table[slot, positions // page].astype(np.int32)
-        return HostSwap(
-            kind,
-            (blocks * size + positions % size).astype(np.int32),
-            pages,
-            (positions % page).astype(np.int32),
-        )
+        pages = self._pages(slot, n_tokens)
+        blocks = self._sequences.block_table[slot, : -(-n_tokens // self.limits.block_size)]
+        return HostSwap(kind, slot, n_tokens, blocks.astype(np.int32), pages)
 
     def pages_of(self, slot: int, n_tokens: int) -> HostSwap:
-        """Tokens [0, n_tokens) of a slot of the CPU-cache, on the device one after the other."""
-        positions = np.arange(n_tokens)
-        page = self._limits.page_size
-        pages = self._sequences.page_table[slot, positions // page].astype(np.int32)
-        flat = positions.astype(np.int32)
-        return HostSwap(SwapKind.IN, flat, pages, (positions % page).astype(np.int32))
+        """Tokens [0, n_tokens) of a slot of the CPU-cache, on the device all in one block."""
+        block = np.zeros(1, np.int32)
+        return HostSwap(SwapKind.IN, slot, n_tokens, block, self._pages(slot, n_tokens))
+
+    def _pages(self, slot: int, n_tokens: int) -> npt.NDArray[np.int32]:
+        n_pages = -(-n_tokens // self.limits.page_size)
+        return self._sequences.page_table[slot, :n_pages].astype(np.int32)
 
 
 def _embed_and_sample(fields: dict[str, Array], rides: HostRides, at: int) -> int:

@@ -13,7 +13,8 @@ import torch
 
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event, graph_seconds
-from gpu_worker.cuda.plan import TILE_Q, HostSwap
+from gpu_worker.cuda.plan import TILE_Q
+from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.profiler import POINT_S, REPEATS, Profiler
 from neo_native import SwapKind
@@ -144,15 +145,10 @@ class CudaProfiler(Profiler):
         exchange = self._stages.exchange
         if exchange is None:
             return lambda: None
-        page = exchange.page_size
-        positions = np.arange(tokens)
-        room = self._cache.num_blocks * self._cache.block_size
-        span = HostSwap(
-            SwapKind.OUT,
-            (positions % room).astype(np.int32),
-            (positions // page % exchange.n_pages).astype(np.int32),
-            (positions % page).astype(np.int32),
-        )
+        blocks = np.arange(-(-tokens // self._cache.block_size), dtype=np.int32)
+        pages = np.arange(-(-tokens // exchange.page_size), dtype=np.int32)
+        blocks, pages = blocks % self._cache.num_blocks, pages % exchange.n_pages
+        span = HostSwap(SwapKind.OUT, 0, tokens, blocks, pages)
         layers = len(self._cache.blocks)
         begin, end = Event(), Event()
 

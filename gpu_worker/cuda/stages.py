@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_worker.cuda import attention, elementwise, handoff
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
-from gpu_worker.cuda.exchange import DeviceExchange, Places
+from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk
 from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
@@ -43,7 +43,7 @@ class Stages:
         self.buffers = buffers
         self.exchange = exchange
         self.cache = cache
-        self._chunks: dict[CpuChunk, Places] = {}  # of the plan
+        self._loads = exchange.chunk_loads(buffers.staging) if exchange else None
         self._config = c = model.config
         self._rope = rope_table(c, max_positions, model.device)
         self._scale = c.attention_scale * math.log2(math.e)
@@ -54,19 +54,25 @@ class Stages:
         self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
 
     def forward(
-        self, shapes: Sequence[Shape], at_end: Callable[[Shape], None] | None = None
+        self,
+        shapes: Sequence[Shape],
+        at_end: Callable[[Shape], None] | None = None,
+        at_layer: Callable[[int], None] | None = None,
     ) -> None:
         """From token ids to sampled greedy tokens, one sub-batch or two interleaved.
 
         ``at_end``: called for each sub-batch behind its last layer; what its residual rows still
-        lack is in ``delta`` then.
+        lack is in ``delta`` then. ``at_layer``: called before each layer's launches.
         """
         self.buffers.outcome.zero_()
-        self._chunks.clear()
+        n_layers = self._config.num_hidden_layers
+        if self._loads is not None:
+            self._loads.begin([chunk for s in shapes for chunk in s.cpu_chunks], n_layers)
         for s in shapes:
             self._embed(s)
-        n_layers = self._config.num_hidden_layers
         for layer in range(n_layers):
+            if at_layer is not None:
+                at_layer(layer)
             for s in shapes:
                 self.join(s, layer)
                 self.join_riders(s, layer)
@@ -298,9 +304,10 @@ class Stages:
         """Attention on the device, into ``attn``."""
         kv = self.cache.blocks[layer]
         if s.tiles:
-            self._prefill(s, kv, 0, s.tiles, self.cache.block_size)
+            tables = self._channel(s).fields["tables"]
+            self._prefill(s, kv, tables, 0, s.tiles, self.cache.block_size)
         for chunk in s.cpu_chunks:
-            self._staged_prefill(s, layer, chunk)
+            self._staged_prefill(s, chunk)
         if s.gpu_rows:
             self.decode_attention(s, kv)
 
@@ -342,7 +349,9 @@ class Stages:
                 b.part_o, b.part_ml, f["row_tokens"], f["row_lens"], c.attn, num_warps=1, **shape
             )
 
-    def _prefill(self, s: Shape, kv: Tensor, first: int, tiles: int, block_size: int) -> None:
+    def _prefill(
+        self, s: Shape, kv: Tensor, tables: Tensor, first: int, tiles: int, block_size: int
+    ) -> None:
         """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer."""
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
         tile, warps, stages = prefill_tiles(self._dim_pad, c.qkv.itemsize)
@@ -350,7 +359,7 @@ class Stages:
             c.qkv,
             kv,
             kv.stride(0),
-            f["tables"] if kv is not self.buffers.staging else self._one_block,
+            tables,
             f["table_stride"],
             c.attn,
             self._scale,
@@ -371,14 +380,12 @@ class Stages:
             num_stages=stages,
         )
 
-    def _staged_prefill(self, s: Shape, layer: int, chunk: CpuChunk) -> None:
+    def _staged_prefill(self, s: Shape, chunk: CpuChunk) -> None:
         """Attention of a later chunk of a CPU prefill; its earlier tokens come through staging."""
-        assert self.exchange is not None
-        staging = self.buffers.staging
-        if chunk not in self._chunks:
-            self._chunks[chunk] = self.exchange.find_chunk(chunk)
-        self.exchange.load_chunk(staging, layer, self._chunks[chunk])
-        self._prefill(s, staging, chunk.tile_first, chunk.tile_count, staging.shape[1])
+        assert self._loads is not None
+        kv = self._loads.take()
+        self._prefill(s, kv, self._one_block, chunk.tile_first, chunk.tile_count, kv.shape[2])
+        self._loads.done()
 
     def head(self, s: Shape) -> None:
         """Logits of the sampled rows and their greedy tokens."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.stages import Stages
+from gpu_worker.cuda.streams import Lane
 from neo_native.timeline import DEVICE_LANE, SpanKind, Timeline
 
 
@@ -123,6 +124,10 @@ class DeviceRecorder:
             origin.synchronize()
             self._origin = origin, time.monotonic_ns()
         return recorded
+
+    def marked_copy(self, lane: Lane, layer: int) -> AbstractContextManager[None]:
+        """A part of a plan's swaps, whose lane is current; the channel says which lane it is."""
+        return self.stages.marked(SpanKind.SWAP, layer, int(lane is Lane.IN))
 
     def write(
         self, plan_id: int, marks: Sequence[Mark], begin: Event, end: Event, tasks: int

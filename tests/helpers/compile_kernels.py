@@ -34,7 +34,8 @@ from gpu_worker.cuda import exchange as exchange_module
 from gpu_worker.cuda.buckets import Buckets, Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import CpuChunk, HostPlanReader, HostSwap
+from gpu_worker.cuda.plan import CpuChunk, HostPlanReader
+from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.kv_pool import GpuCache
@@ -134,7 +135,7 @@ def unpinned(segment: native.Segment) -> Any:
 def make_stages(config: ModelConfig, dtype: DType, kv_code: int) -> Stages:
     """As the backend makes them."""
     geometry = make_geometry(
-        config, dtype, block_size=BLOCK, page_size=PAGE, max_slots=SLOTS, n_pages=2,
+        config, dtype, block_size=BLOCK, page_size=PAGE, max_slots=SLOTS, n_pages=LEN // PAGE,
         max_blocks=LEN // BLOCK, max_pages=LEN // PAGE, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_tasks=MAX_ROWS * config.num_key_value_heads * 2, kv_dtype=kv_code,
         ride_groups=config.num_hidden_layers + 1, ride_capacity=RIDERS,
@@ -184,9 +185,10 @@ def serve(stages: Stages, plans: int) -> None:
         if draw.random() < 0.5:
             shapes[0] = shapes[0].with_riders(RIDERS)
         stages.forward(shapes)
-        places = [np.zeros(int(draw.integers(1, LEN)), np.int32)] * 3
+        n = int(draw.integers(1, LEN))
+        blocks, pages = (np.zeros(-(-n // size), np.int32) for size in (BLOCK, PAGE))
         for kind in (SwapKind.OUT, SwapKind.IN):
-            exchange.swap(stages.cache.blocks, HostSwap(kind, *places))
+            exchange.swap(stages.cache.blocks, HostSwap(kind, 0, n, blocks, pages))
 
 
 def main() -> None:

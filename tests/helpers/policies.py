@@ -23,6 +23,13 @@ def churn(view: View, cost: CostModel) -> Plan:
     return draft.build()
 
 
+def restful_churn(view: View, cost: CostModel) -> Plan:
+    """As ``churn``; who is moved mostly does not advance in the same plan."""
+    draft = Draft(view)
+    draft.decode(_placed(draft, rest=0.8), Place.CPU)
+    return draft.build()
+
+
 def ride_churn(view: View, cost: CostModel) -> Plan:
     """The same with riders: now and then they stand still, or a batch takes some of them.
 
@@ -41,15 +48,19 @@ def ride_churn(view: View, cost: CostModel) -> Plan:
     return draft.build(np.sort(riders.id[: _random.randint(least, len(riders))]))
 
 
-def _placed(draft: Draft, rate: float = 1.0) -> Seqs:
-    """Everything but the CPU decodes, which it returns. ``rate``: of moves, per plan."""
+def _placed(draft: Draft, rate: float = 1.0, rest: float = 0.0) -> Seqs:
+    """Everything but the CPU decodes, which it returns.
+
+    ``rate``: of moves, per plan. ``rest``: share of plans in which those moved do not advance.
+    """
     view = draft.view
     gpu, cpu = view.running.at(Place.GPU), view.running.at(Place.CPU)
     gpu, cpu = _preempt_one(draft, gpu, rate), _preempt_one(draft, cpu, rate)
     gpu, cpu = draft.grow(gpu, Place.GPU, draft.preempt), draft.grow(cpu, Place.CPU, draft.preempt)
     gpu, to_cpu = _swap_some(draft, gpu, Place.CPU, rate)
     cpu, to_gpu = _swap_some(draft, cpu, Place.GPU, rate)
-    gpu, cpu = gpu.plus(to_gpu), cpu.plus(to_cpu)
+    if _random.random() >= rest:
+        gpu, cpu = gpu.plus(to_gpu), cpu.plus(to_cpu)
     cpu_decodes = cpu.take(cpu.is_decode)
     draft.decode(gpu.take(gpu.is_decode), Place.GPU)
     draft.tokens_left -= len(cpu_decodes)

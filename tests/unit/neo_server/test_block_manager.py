@@ -59,6 +59,15 @@ def test_pages_of_a_swap_in_are_free_after_its_plan_but_blocks_of_a_swap_out_at_
     assert blocks.pages.used == 0
 
 
+def test_blocks_of_a_swap_out_are_taken_after_all_others() -> None:
+    pool = Pool(5)
+    first = pool.take(3)
+    pool.give_last(first[:2])
+    pool.give(first[2:])
+    assert pool.take(3) == [first[2], 3, 4]
+    assert pool.take(2) == first[:2]
+
+
 def test_what_is_dropped_waits_for_the_last_plan_that_names_it() -> None:
     simulation = Simulation(Sizes())
     blocks = simulation.scheduler.blocks

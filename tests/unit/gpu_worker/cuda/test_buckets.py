@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.cuda.buckets import (
+    MATES,
     MIXED_CPU_ROWS,
     MIXED_PREFILLS,
     MIXED_TOKENS,
@@ -21,6 +22,7 @@ from gpu_worker.cuda.buckets import (
     buckets,
     decode_shape,
     mixed_buckets,
+    pair_buckets,
 )
 from gpu_worker.cuda.plan import (
     PAD_TOKENS,
@@ -157,10 +159,28 @@ def test_what_no_graph_runs() -> None:
     assert chosen.key_of(plan_of(batch_of(0, 0, 0, [MIXED_TOKENS + 1]))) is None
     assert chosen.key_of(plan_of(batch_of(0, 0, MIXED_CPU_ROWS + 1, [64]))) is None
     assert chosen.key_of(plan_of(batch_of(0, 0, 0, [1] * (MIXED_PREFILLS + 2)))) is None
-    # Two sub-batches of which one has prefills, and a second one without a first.
-    assert chosen.key_of(plan_of(prefill, batch_of(1, 0, 8, []))) is None
-    assert chosen.key_of(plan_of(batch_of(1, 0, 8, []))) is None
-    assert chosen.key_of(plan_of(decodes, batch_of(1, 0, 8, []))) is not None
+    # Prefills in the second sub-batch, later chunks in the first, and a second without a first.
+    second = batch_of(1, 0, 8, [])
+    assert chosen.key_of(plan_of(decodes, batch_of(1, 0, 8, [100]))) is None
+    assert chosen.key_of(plan_of(chunked, second)) is None
+    assert chosen.key_of(plan_of(second)) is None
+    assert chosen.key_of(plan_of(decodes, second)) is not None
+    assert chosen.key_of(plan_of()) is None
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("new", [1, 100, 1000, MIXED_TOKENS - 20])
+@pytest.mark.parametrize("mates", [1, 64, 65, 256])
+def test_prefills_beside_a_second_batch_have_a_graph(on_cpu: bool, new: int, mates: int) -> None:
+    chosen = Buckets(256, 2048)
+    first = batch_of(0, 12, 8, [new], on_cpu=on_cpu, sampled_prefills=1)
+    second = batch_of(1, 0, mates, [])
+    key = chosen.key_of(plan_of(first, second))
+    assert key is not None
+    assert key in set(chosen.keys(offload=True))
+    for shape, batch in zip(key, (first, second), strict=True):
+        check_holds(shape, batch)
+    assert key[0].tokens - first.n_tokens < max(TILE_Q * 2, first.n_tokens / 4)
 
 
 def test_bucket_of_takes_the_least_that_holds() -> None:
@@ -171,7 +191,12 @@ def test_bucket_of_takes_the_least_that_holds() -> None:
 
 @pytest.mark.parametrize("most", [1, 3, 8, 65, 129, 256, 1000, 4096])
 def test_buckets_grow_and_reach_the_most(most: int) -> None:
-    for made, last in ((buckets(most), most), (mixed_buckets(most), min(most, MIXED_TOKENS))):
+    mixed = min(most, MIXED_TOKENS)
+    for made, last in (
+        (buckets(most), most),
+        (mixed_buckets(most), mixed),
+        (pair_buckets(most), mixed),
+    ):
         assert made == sorted(set(made))
         assert made[-1] >= last
         assert len(made) == 1 or made[-2] < last
@@ -189,6 +214,8 @@ def test_how_many_graphs_there_are(offload: bool) -> None:
     if offload:
         wanted |= {(1, True, False): decodes, (1, True, True): mixed}
         wanted[(2, True, False)] = len(PAIRS) ** 2
+        wanted[(2, True, True)] = 2 * len(pair_buckets(2048)) * len(MATES)
+        assert wanted[(2, True, True)] == 48
     assert dict(kinds) == wanted
 
 

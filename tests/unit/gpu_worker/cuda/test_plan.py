@@ -182,13 +182,15 @@ def check_decodes(reader: HostPlanReader, batch: HostBatch, sub: Any) -> None:
 def check_swaps(rig: Rig, plan: HostPlan, expected: Any) -> None:
     assert len(plan.swaps) == len(expected.swaps)
     for swap, planned in zip(plan.swaps, expected.swaps, strict=True):
-        assert swap.kind is planned.kind
-        assert swap.flat.tolist() == planned.index.tolist()
-        at = np.arange(len(swap.flat))
+        assert (swap.kind, swap.slot) == (planned.kind, planned.slot)
+        at = np.arange(swap.n_tokens)
+        index = swap.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+        assert index.tolist() == planned.index.tolist()
         pages = rig.sequences.page_table[planned.slot, at // PAGE_SIZE]
-        assert swap.pages.tolist() == pages.tolist()
-        assert swap.page_rows.tolist() == (at % PAGE_SIZE).tolist()
-        assert {a.dtype for a in (swap.flat, swap.pages, swap.page_rows)} == {np.dtype(np.int32)}
+        assert swap.pages[at // PAGE_SIZE].tolist() == pages.tolist()
+        for entries, size in ((swap.blocks, BLOCK_SIZE), (swap.pages, PAGE_SIZE)):
+            assert len(entries) == -(-swap.n_tokens // size)
+            assert entries.dtype == np.int32
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -232,25 +234,22 @@ def test_a_plan_is_a_copy_of_its_step(rig: Rig) -> None:
     rows = [Row(0, RowKind.PREFILL_GPU, 8, [5] * 70), Row(1, RowKind.DECODE_CPU, 9, [7])]
     step = rig.step(rows, swaps=[(2, SwapKind.OUT, 20)])
     plan = HostPlanReader(rig.sequences, rig.limits).read(step)
-    before = [plan.batches[0].meta[: plan.batches[0].used].copy(), plan.swaps[0].flat.copy()]
+    before = [plan.batches[0].meta[: plan.batches[0].used].copy(), plan.swaps[0].blocks.copy()]
     slots, tables = plan.slots.copy(), rig.sequences.block_table.copy()
     step.tokens[:], step.rows["slot"], rig.sequences.block_table[:] = 9, 3, 1
     try:
         np.testing.assert_array_equal(plan.batches[0].meta[: plan.batches[0].used], before[0])
-        np.testing.assert_array_equal(plan.swaps[0].flat, before[1])
+        np.testing.assert_array_equal(plan.swaps[0].blocks, before[1])
         np.testing.assert_array_equal(plan.slots, slots)
         assert plan.batches[0].cpu_slots.tolist() == [1]
     finally:
         rig.sequences.block_table[:] = tables
 
 
-def test_pages_of_a_chunk_lie_one_after_the_other_on_the_device(rig: Rig) -> None:
+def test_the_tokens_of_a_chunk_lie_one_after_the_other_on_the_device(rig: Rig) -> None:
     span = HostPlanReader(rig.sequences, rig.limits).pages_of(3, 37)
-    assert span.kind is SwapKind.IN
-    assert span.flat.tolist() == list(range(37))
-    pages = [int(rig.sequences.page_table[3, at // PAGE_SIZE]) for at in range(37)]
-    assert span.pages.tolist() == pages
-    assert span.page_rows.tolist() == [at % PAGE_SIZE for at in range(37)]
+    assert (span.kind, span.n_tokens, span.blocks.tolist()) == (SwapKind.IN, 37, [0])
+    assert span.pages.tolist() == rig.sequences.page_table[3, : -(-37 // PAGE_SIZE)].tolist()
 
 
 def test_a_plan_against_the_contract_is_refused(rig: Rig) -> None:

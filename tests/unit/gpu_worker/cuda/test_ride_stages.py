@@ -127,6 +127,7 @@ class Device:
         cache = GpuCache(config, blocks, BLOCK_SIZE, torch.float32, CPU)
         layout = self._reader.layout
         self._buffers = Buffers(config, rig.limits, layout, torch.float32, CPU, True)
+        self._buffers.stage_for(config, MAX_LEN)
         self.exchange = device_exchange.DeviceExchange(
             self.native,
             s,

@@ -1,0 +1,69 @@
+"""The Triton kernel that moves tokens between the GPU-cache and the mapped pages of the CPU-cache.
+
+There is no staging and no DMA behind it: a page's tiles are scattered by layer and head, and a DMA
+for each costs more than its bytes do.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpu_worker.cuda.quantize import quantize, scale_of
+
+NOT_SPECIALIZED = [  # by what changes from copy to copy: nothing is compiled while plans run
+    "groups_at", "entries_at", "first_group", "n_groups", "first_layer", "layers", "block_size",
+    "page_size",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def copy_pages_kernel(
+    cache, cache_layer, cache_plane, tiles, scales, table, groups_at, entries_at,
+    first_group, n_groups, first_layer, layers, block_size, page_size,
+    n_pages, tile_stride, scale_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
+    TO_CPU: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Groups of ROWS tokens, ``table`` as in ``gpu_worker.cuda.spans``, layer after layer.
+
+    ``cache``: the first of the layers in device memory. ``first_layer``: its number in the
+    CPU-cache. A program takes one layer, group, head and K or V after the other, so that however
+    few programs leave the device to others.
+    """
+    sides = 2 * KV_HEADS
+    d = tl.arange(0, DIM_PAD)
+    for item in range(tl.program_id(0), n_groups * layers * sides, tl.num_programs(0)):
+        h = item % sides // 2
+        is_v = tl.cast(item % 2, tl.int64)
+        group = first_group + item // sides % n_groups
+        layer = tl.cast(item // sides // n_groups, tl.int64)
+        span = table + tl.load(table + groups_at + group) * 4
+        n = (group - tl.load(span)) * ROWS + tl.arange(0, ROWS)
+        there = n < tl.load(span + 1)
+        here = there[:, None] & (d < HEAD_DIM)[None, :]
+        blocks = table + entries_at + tl.load(span + 2)
+        pages = table + entries_at + tl.load(span + 3)
+        block = tl.load(blocks + n // block_size, mask=there, other=0).to(tl.int64)
+        page = tl.load(pages + n // page_size, mask=there, other=0).to(tl.int64)
+        slot = block * block_size + n % block_size
+        row = n % page_size
+        on_gpu = cache + layer * cache_layer + is_v * cache_plane
+        on_gpu = on_gpu + ((slot * KV_HEADS + h) * HEAD_DIM)[:, None] + d[None, :]
+        tile = (((first_layer + layer) * n_pages + page) * KV_HEADS + h) * 2 + is_v
+        on_cpu = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
+        at_scale = scales + tile * scale_stride + row
+        if TO_CPU:
+            x = tl.load(on_gpu, mask=here, other=0.0).to(tl.float32)
+            if INT8:
+                scale = scale_of(tl.max(tl.abs(x), axis=1))
+                x = quantize(x, scale)
+                tl.store(at_scale, scale, mask=there)
+            tl.store(on_cpu, x.to(tiles.dtype.element_ty), mask=here)
+        else:
+            x = tl.load(on_cpu, mask=here, other=0).to(tl.float32)
+            if INT8:
+                x = x * tl.load(at_scale, mask=there, other=0.0)[:, None]
+            tl.store(on_gpu, x.to(cache.dtype.element_ty), mask=here)

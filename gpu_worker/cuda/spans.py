@@ -1,0 +1,114 @@
+"""What kernels need to know of tokens that move between the caches.
+
+A table is written on the host and uploaded by one copy. Its int32 are, for each span: first group,
+tokens, where its blocks and its pages begin among the entries; then the span of each group of
+``ROWS`` tokens; then the entries, from a multiple of four on as the groups are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.cuda.streams import Lane, Mark, Streams
+from neo_native import SwapKind
+
+Ints = npt.NDArray[np.int32]
+
+ROWS = 16  # tokens of a group: what one program copies at a time
+SPAN_INTS = 4
+
+
+@dataclass(frozen=True)
+class HostSwap:
+    """Tokens [0, n_tokens) of one sequence, that move between the caches."""
+
+    kind: SwapKind
+    slot: int
+    n_tokens: int
+    blocks: Ints  # of the GPU-cache, as many as the tokens need
+    pages: Ints
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Spans as the kernels read them."""
+
+    ints: Any  # int32, an array or a tensor
+    groups_at: int
+    entries_at: int
+    groups: tuple[range, ...]  # of each span
+
+    @property
+    def n_groups(self) -> int:
+        """Of all spans."""
+        return self.groups[-1].stop if self.groups else 0
+
+    def on(self, ints: Tensor) -> SpanTable:
+        """The same table uploaded to ``ints``."""
+        return SpanTable(ints, self.groups_at, self.entries_at, self.groups)
+
+
+def span_table(spans: Sequence[HostSwap]) -> SpanTable:
+    """On the host."""
+    counts = [-(-span.n_tokens // ROWS) for span in spans]
+    ends = np.cumsum([0, *counts])
+    groups_at = SPAN_INTS * len(spans)
+    entries_at = groups_at + _aligned(int(ends[-1]))
+    entries = [part for span in spans for part in (span.blocks, span.pages)]
+    starts = np.cumsum([0, *map(len, entries)])
+    ints = np.zeros(entries_at + int(starts[-1]), np.int32)
+    heads = ints[:groups_at].reshape(-1, SPAN_INTS)
+    heads[:, 0], heads[:, 1] = ends[:-1], [span.n_tokens for span in spans]
+    heads[:, 2], heads[:, 3] = starts[:-1:2], starts[1::2]
+    ints[groups_at : groups_at + ends[-1]] = np.repeat(np.arange(len(spans)), counts)
+    ints[entries_at:] = np.concatenate(entries) if entries else []
+    groups = tuple(range(int(ends[i]), int(ends[i + 1])) for i in range(len(spans)))
+    return SpanTable(ints, groups_at, entries_at, groups)
+
+
+def table_size(spans: int, tokens: int, blocks: int, pages: int) -> int:
+    """int32 of the largest table of so many spans, with so many tokens and entries in all."""
+    return SPAN_INTS * spans + _aligned(tokens // ROWS + spans) + blocks + pages
+
+
+def _aligned(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+class SpanUploads:
+    """Tables on their way to the device: allocated once, two deep.
+
+    While the device reads one of the pinned buffers, the host fills the other. The device's buffer
+    is one, since its lane reads a table before it gets the next.
+    """
+
+    def __init__(self, size: int, lane: Lane, streams: Streams, device: torch.device) -> None:
+        """``size``: int32 of a table at most."""
+        pin = device.type == "cuda"
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self._read: list[Mark | None] = [None, None]  # behind the upload from each
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._lane = lane
+        self._streams = streams
+        self._next = 0
+
+    def put(self, spans: Sequence[HostSwap]) -> SpanTable:
+        """The table on the device, for what the lane gets next, until the next call."""
+        table, i = span_table(spans), self._next
+        self._next = 1 - i
+        read = self._read[i]
+        if read is not None:
+            read.synchronize()
+        n = len(table.ints)
+        self._pinned[i].numpy()[:n] = table.ints
+        with self._streams.on(self._lane):
+            self._device[:n].copy_(self._pinned[i][:n], non_blocking=True)
+        self._read[i] = self._streams.mark(self._lane)
+        return table.on(self._device)

@@ -1,0 +1,148 @@
+"""Swaps, later chunks and pairs of batches through the CUDA path's kernels, in the interpreter.
+
+Against the plain executor; as in ``test_ride_stages``, the cpu workers are real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from neo_native import RowKind, SwapKind
+from tests.helpers.engine_rig import MAX_LEN, Rig, Row
+from tests.helpers.fake_cpu_side import FakeCpuSide
+from tests.helpers.tiny_llama import make_checkpoint
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
+
+from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
+from gpu_worker.cuda.copies import Copies
+from gpu_worker.cuda.plan import HostBatch
+from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, TOLERANCE, Device, interpretable
+
+__all__ = ["interpretable"]  # a fixture of every test
+
+PROMPT = 11
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    config = make_checkpoint(folder, "llama3.2").config
+    draw = np.random.default_rng(4)
+    return folder, draw.integers(3, config.vocab_size, (8, MAX_LEN)).tolist()
+
+
+class CopyingDevice(Device):
+    """As ``Device``, with swaps, launched kernel by kernel."""
+
+    copies: Copies | None = None
+
+    def run(self, step: Any) -> Any:
+        stages = self._stages
+        if self.copies is None:
+            self.copies = self.exchange.copies(stages.cache.blocks, 2)
+        plan = self._reader.read(step)
+        self.copies.start(plan)
+        if any(batch.cpu_chunks for batch in plan.batches):
+            self.copies.hold()
+        given = super().run(step)
+        self.copies.finish(plan)
+        return given
+
+
+def padded(batch: HostBatch) -> Shape:
+    """As for a graph, though smaller."""
+    if batch.decodes_only:
+        return replace(decode_shape(batch.channel, 3, cpu=True), splits=1)
+    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4)
+
+
+class Both:
+    """The plain executor and the device."""
+
+    def __init__(self, folder: Path, shape_of: Any, **fields: int) -> None:
+        self.rig = (
+            Rig(folder, workers=1, **RIDES, **fields)
+            if fields
+            else Rig(folder, cpu_side=FakeCpuSide(), **RIDES)
+        )
+        self.device = CopyingDevice(self.rig, folder, shape_of, **fields)
+        self.device.start_worker()
+
+    def compare(self, *batches: list[Row], swaps: Any = ()) -> None:
+        """One plan through both; logits of every sampled row."""
+        step = self.rig.step(*batches, swaps=swaps)
+        self.rig.logits.clear()
+        outcome = self.rig.executor.run(self.rig.reader.read(step))
+        given = self.device.run(step)
+        assert len(self.rig.logits) == 1
+        torch.testing.assert_close(given.logits, self.rig.logits[0], atol=TOLERANCE, rtol=0)
+        assert given.tokens == outcome.tokens[outcome.tokens >= 0].tolist()
+
+    def close(self) -> None:
+        self.device.close()
+        self.rig.close()
+
+
+@pytest.mark.parametrize("shape_of", [Shape.of, padded], ids=["exact", "padded"])
+def test_prefills_and_decodes_beside_a_second_batch_of_cpu_decodes(
+    shape_of: Any, model: Any
+) -> None:
+    both, tokens = Both(model[0], shape_of), model[1]
+    prompts = [
+        Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:PROMPT]),
+        *(Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:5]) for s in (1, 2)),
+    ]
+    both.compare(prompts)
+    first = [
+        Row(3, RowKind.PREFILL_GPU, 0, tokens[3][:7]),
+        Row(4, RowKind.PREFILL_CPU, 0, tokens[4][:6]),
+        Row(0, RowKind.DECODE_GPU, PROMPT, [tokens[0][PROMPT]]),
+        Row(1, RowKind.DECODE_CPU, 5, [tokens[1][5]]),
+    ]
+    both.compare(first, [Row(2, RowKind.DECODE_CPU, 5, [tokens[2][5]])])
+    following = [Row(s, RowKind.DECODE_CPU, n, [tokens[s][n]]) for s, n in ((1, 6), (2, 6))]
+    both.compare([Row(3, RowKind.DECODE_GPU, 7, [tokens[3][7]])], following)
+    both.close()
+
+
+def moved_twice(both: Both, tokens: list[list[int]]) -> None:
+    """Out and in again, each in the plan that needs it at once; two sequences at a time."""
+    prompt = 19  # two groups of 16 tokens, two pages
+    both.compare([Row(s, RowKind.PREFILL_GPU, 0, tokens[s][:prompt]) for s in (0, 1)])
+    for i, (kind, row) in enumerate(
+        ((SwapKind.OUT, RowKind.DECODE_CPU), (SwapKind.IN, RowKind.DECODE_GPU)) * 2
+    ):
+        at = prompt + i
+        rows = [Row(s, row, at, [tokens[s][at]]) for s in (0, 1)]
+        both.compare(rows, swaps=[(s, kind, at) for s in (0, 1)])
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_dtype": 3}], ids=["as computed", "int8"])
+def test_swapped_sequences_go_on_at_once(fields: dict[str, int], model: Any) -> None:
+    both = Both(model[0], Shape.of, **fields)
+    moved_twice(both, model[1])
+    both.close()
+
+
+def test_later_chunks_attend_over_what_the_chunks_before_left(model: Any) -> None:
+    both, tokens = Both(model[0], Shape.of), model[1]
+    both.compare([Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:9])])
+    for start, end in ((0, 5), (5, 18), (18, 40)):
+        rows = [
+            Row(s, RowKind.PREFILL_CPU, start, tokens[s][start:end], sample=end == 40 or s == 1)
+            for s in (1, 2)
+        ]
+        both.compare(rows)
+    both.compare(  # what was swapped out in this very plan
+        [Row(0, RowKind.PREFILL_CPU, 9, tokens[0][9:15])], swaps=[(0, SwapKind.OUT, 9)]
+    )
+    both.close()
