@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.placements import ROOMY, check_greedy_tokens
+from tests.helpers.placements import FEW_GRAPHS, ROOMY, check_greedy_tokens
 from tests.helpers.reference import Reference
 
 
@@ -28,5 +28,6 @@ def test_greedy_tokens_equal_transformers_however_plans_run(
     arguments: tuple[str, ...], demo_model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     check_greedy_tokens(
-        demo_model, tmp_path, reference, "mixed", (*ROOMY, *arguments), device="cuda"
+        *(demo_model, tmp_path, reference, "mixed", (*ROOMY, *FEW_GRAPHS, *arguments)),
+        device="cuda",
     )

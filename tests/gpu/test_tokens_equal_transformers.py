@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.placements import PLACEMENTS, check_greedy_tokens
+from tests.helpers.placements import FEW_GRAPHS, PLACEMENTS, check_greedy_tokens
 from tests.helpers.reference import Reference
 
 
@@ -23,4 +23,6 @@ def test_greedy_tokens_equal_transformers_on_cuda(
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    check_greedy_tokens(demo_model, tmp_path, reference, policy, arguments, device="cuda")
+    check_greedy_tokens(
+        demo_model, tmp_path, reference, policy, arguments, device="cuda", more=FEW_GRAPHS
+    )

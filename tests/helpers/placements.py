@@ -14,6 +14,8 @@ NEW_TOKENS = 64
 ROOMY = ("--num-gpu-blocks-override", "1024", "--kv-offloading-size", "1")
 # A cache for a few of the prompts: the rest is moved, or preempted, in mid-generation.
 TIGHT = ("--num-gpu-blocks-override", "96", "--kv-offloading-size", "0.1")
+# On CUDA every server captures its graphs; as many rows as there are prompts need a third of them.
+FEW_GRAPHS = ("--max-num-seqs", "32")
 CHURN = "tests.helpers.policies:churn"
 
 PLACEMENTS = [
@@ -36,9 +38,13 @@ def check_greedy_tokens(
     policy: str,
     arguments: tuple[str, ...],
     device: str = "cpu",
+    more: tuple[str, ...] = (),
 ) -> None:
-    """All prompts at once under one policy: every token is the one transformers chooses."""
-    flags = ("--scheduling-policy", policy, "--max-model-len", "1024", *arguments)
+    """All prompts at once under one policy: every token is the one transformers chooses.
+
+    ``more``: flags that change nothing of where requests run.
+    """
+    flags = ("--scheduling-policy", policy, "--max-model-len", "1024", *more, *arguments)
     with running_server(model, folder, "--dtype", "float32", *flags, device=device) as server:
         results = server.generate_all([request_of(prompt, NEW_TOKENS) for prompt in PROMPTS])
         _check_placement(policy, arguments, server)
