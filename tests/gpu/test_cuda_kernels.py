@@ -78,6 +78,11 @@ def peaked(r: KernelRig, n: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_attention(r: KernelRig, shape: Shape, n: int) -> Tensor:
     """Output by token, [n, heads, head_dim]; 7 where no kernel wrote."""
     attn = r.buffers.channels[0].attn
+    if shape.cpu_chunks:  # whose earlier tokens come layer by layer
+        assert r.stages._loads is not None
+        r.stages._loads.begin(shape.cpu_chunks, LAYER + 1)
+        for layer in range(LAYER):
+            r.stages.attend(shape, layer)
     attn.fill_(7.0)
     r.stages.attend(shape, LAYER)
     heads = r.config.num_attention_heads
