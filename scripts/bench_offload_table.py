@@ -16,11 +16,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+LAST_LINES = 20  # of what a process that failed had logged
 COLUMNS = (
     "| work | policy, CPU-cache | requests/s | over gpu-only | output tokens/s | mean TPOT, ms |"
     " GPU busy | CPU busy | iterations |"
@@ -91,21 +94,25 @@ def run(
     ]
     if options.num_prompts:
         command += ["--num-prompts", str(options.num_prompts)]
-    errors = None if options.verbose else subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-    )
-    try:
-        out, _ = process.communicate(timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        print(f"ended after {options.timeout} s: {' '.join(command)}", file=sys.stderr)
-    if process.returncode not in (0, -signal.SIGKILL):
-        print(f"status {process.returncode}: {' '.join(command)}", file=sys.stderr)
-    for line in out.splitlines():
-        if line.startswith("{"):
-            yield json.loads(line)
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=None if options.verbose else said, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        limit = threading.Timer(options.timeout, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            status = process.wait()
+        finally:
+            limit.cancel()
+        if status:
+            print(f"status {status}: {' '.join(command)}", file=sys.stderr)
+            said.seek(0)
+            sys.stderr.writelines(said.readlines()[-LAST_LINES:])
 
 
 def row(name: str, line: dict[str, Any], base: float | None) -> str:
@@ -148,12 +155,13 @@ def main() -> None:
         base = None
         for i, kv in enumerate(options.kinds):
             policies = f"gpu-only,{options.policy}" if i == 0 else options.policy
-            lines = list(run(works()[name], options, policies, kv))
-            missing |= len(lines) < len(policies.split(","))
-            for line in lines:
+            left = len(policies.split(","))
+            for line in run(works()[name], options, policies, kv):
+                left -= 1
                 print(json.dumps({"work": name, **line}), flush=True)
                 base = line["requests_per_s"] if line["policy"] == "gpu-only" else base
                 table.append(row(name, line, base))
+            missing |= left > 0
     print("\n".join((COLUMNS, "| --- | --- |" + " ---: |" * 6 + " --- |", *table)))
     sys.exit(missing)
 
