@@ -40,7 +40,7 @@ if torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from gpu_worker.cuda import exchange as device_exchange  # noqa: E402
-from gpu_worker.cuda import handoff  # noqa: E402
+from gpu_worker.cuda import handoff, ride_kernel  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
 from gpu_worker.cuda.plan import HostBatch, HostPlanReader  # noqa: E402
@@ -85,8 +85,12 @@ class Unpinned:
 @pytest.fixture(autouse=True)
 def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "_load_acquire", load_plain)
-    monkeypatch.setattr(handoff, "_store_release", store_plain)
+    monkeypatch.setattr(handoff, "store_release", store_plain)
     monkeypatch.setattr(handoff, "_now_ns", no_clock)
+    monkeypatch.setattr(ride_kernel, "load_acquire", load_plain)
+    monkeypatch.setattr(ride_kernel, "store_release", store_plain)
+    monkeypatch.setattr(ride_kernel, "now_ns", no_clock)
+    monkeypatch.setattr(ride_kernel, "pause", no_clock)
     monkeypatch.setattr(device_exchange, "MappedSegment", Unpinned)
 
 
@@ -172,6 +176,8 @@ class Device:
         lost = np.zeros(len(plan.slots), np.bool_)
         given_up = buffers.rides_voided.numpy()
         void = self._void.rows(plan.rides, given_up, lost).tolist() if plan.rides else []
+        assert buffers.rides is not None
+        assert not buffers.rides.arrived.any(), "a replayed graph counts from zero"
         logits = [buffers.logits[b.channel, : b.n_sampled] for b in plan.batches]
         tokens = [buffers.tokens_out(b.channel)[: b.n_sampled] for b in plan.batches]
         return Given(torch.cat(logits).clone(), torch.cat(tokens).tolist(), void)
