@@ -69,6 +69,10 @@ class CorrectedCost:
         """Of one sub-batch."""
         return self.factors["handoff"] * self.base.handoff(rows)
 
+    def ride_handoff(self, rows: float) -> float:
+        """Of one group of riders."""
+        return self.factors["handoff"] * self.base.ride_handoff(rows)
+
     def transfer(self, tokens: float) -> float:
         """Between the caches."""
         return self.factors["transfer"] * self.base.transfer(tokens)

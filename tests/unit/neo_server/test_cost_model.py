@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from neo_server.correction import BOUND, CorrectedCost
-from neo_server.cost_model import FreeCost, Load, Ride, Stages, iteration_time, knee, layer_time
+from neo_server.cost_model import (
+    FreeCost,
+    Load,
+    Ride,
+    Stages,
+    iteration_time,
+    joined,
+    knee,
+    layer_time,
+)
 from neo_server.errors import ConfigurationError
 from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
 from neo_server.simulator.run import stage_times
@@ -81,6 +90,24 @@ def test_tables_are_interpolated_linearly_in_both_directions_and_beyond_their_en
     assert surface.at(3, 60) == 6.0
     with pytest.raises(ValueError, match="growing"):
         Curve(x=(3, 1), seconds=(1.0, 2.0))
+
+
+def test_riders_are_charged_what_was_measured_for_them_and_empty_groups_too() -> None:
+    base, ride = Load(tokens=4, gpu_rows=2, gpu_tokens=20), Ride(6, 1, 3, 3, 0)
+    plain, measured = (
+        TableCost(table()),
+        TableCost(table(ride_handoff={"x": [0, 1, 5], "seconds": [0.25, 0.5, 0.7]})),
+    )
+    alone = iteration_time(plain, joined([base], ride, 2))
+    assert iteration_time(plain, [base], ride) - alone == pytest.approx(plain.handoff(3))
+    assert iteration_time(measured, [base], ride) - alone == pytest.approx(0.25 + 0.6)
+    last = Ride(riders=2, sampled=2)  # all at the last stage, where nothing is handed over
+    alone = iteration_time(plain, joined([base], last, 2))
+    assert iteration_time(plain, [base], last) == pytest.approx(alone)
+    assert iteration_time(measured, [base], last) - alone == pytest.approx(2 * 0.25)
+    stages = StepLoad((base,), ride).stages(measured)
+    assert 2 * sum(stage.handoff for stage in stages) == pytest.approx(0.25 + 0.6)
+    assert measured.table.num_points == plain.table.num_points + 3
 
 
 def test_cpu_attention_follows_the_threads_that_live_and_is_infinite_without_any() -> None:
