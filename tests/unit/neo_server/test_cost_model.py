@@ -209,6 +209,24 @@ def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:
     assert believed.cpu_attn(8, 64_000.0) == pytest.approx(truth.cpu_attn(8, 64_000.0), rel=0.1)
 
 
+def test_late_riders_say_how_slow_the_cpu_is_and_nothing_about_the_device() -> None:
+    """Their wait is beside the device's attention, so the rest of the iteration is no sum."""
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(truth.with_cpu_bandwidth(4.0))
+    base = Load(tokens=64, gpu_rows=64, gpu_tokens=2.5e5, sampled=64)
+    load = StepLoad((base,), Ride.spread(264, 1e6, 33, 8))
+    seconds = load.seconds(truth)
+    hidden = truth.num_layers * truth.gpu_attn(64, 2.5e5)
+    late = seconds - iteration_time(truth, [base])
+    for _ in range(60):
+        times = StageTimes(ride_wait=late + hidden)
+        believed.learn(load, load.seconds(believed), StepResult(1, [], [], seconds, times))
+    assert late > 0.0
+    assert {believed.factors[name] for name in ("linear", "gpu_attn", "head")} == {1.0}
+    rows, tokens = load.ride.cpu_rows, load.ride.cpu_tokens
+    assert believed.cpu_attn(rows, tokens) == pytest.approx(truth.cpu_attn(rows, tokens), rel=0.25)
+
+
 def test_corrections_are_bounded() -> None:
     cost = CorrectedCost(FreeCost())
     load = StepLoad((Load(tokens=2, sampled=2),))
