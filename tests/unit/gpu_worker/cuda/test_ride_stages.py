@@ -44,8 +44,8 @@ from gpu_worker.cuda import handoff, ride_kernel  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
 from gpu_worker.cuda.plan import HostBatch, HostPlanReader  # noqa: E402
-from gpu_worker.cuda.rides import VoidRiders  # noqa: E402
 from gpu_worker.cuda.ride_trial import Wave  # noqa: E402
+from gpu_worker.cuda.rides import VoidRiders  # noqa: E402
 from gpu_worker.cuda.stages import Stages  # noqa: E402
 from gpu_worker.kv_pool import GpuCache  # noqa: E402
 from protos.model_config import ModelConfig  # noqa: E402
