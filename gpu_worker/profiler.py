@@ -67,6 +67,7 @@ def profile_key(config: EngineConfig, device: str, world_size: int, threads: int
         "dtype": config.worker.dtype.value,
         "kv_dtype": config.cache.cpu_kv_cache_dtype.value,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "ride_capacity": config.scheduler.ride_capacity,
     }
 
 
@@ -143,6 +144,7 @@ class Profiler:
             "head": self._curve(self._head, _up_to(HEAD, rows)),
             "prefill_attn": self._prefill(_up_to(PREFILL, tokens)),
             "handoff": self._curve(self._handoff, _up_to(HANDOFF, rows)),
+            "ride_handoff": self._ride_handoff(),
             "transfer": self._curve(self._transfer, _up_to(TRANSFER, min(tokens, length))),
             "gpu_attn": self._surface(self._gpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length)),
             "cpu_attn": self._surface(self._cpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length))
@@ -280,6 +282,10 @@ class Profiler:
                     self._offload.collect(0, out)
 
         return run
+
+    def _ride_handoff(self) -> dict[str, list[float]] | None:
+        """None: a group of riders costs what a sub-batch's CPU rows do."""
+        return None
 
     def _transfer(self, tokens: int) -> Callable[[], object]:
         k = self._rows(tokens, self._model.config.num_key_value_heads)

@@ -69,6 +69,10 @@ class CorrectedCost:
         """Of one sub-batch."""
         return self.factors["handoff"] * self.base.handoff(rows)
 
+    def ride_handoff(self, rows: float) -> float:
+        """Of one group of riders."""
+        return self.factors["handoff"] * self.base.ride_handoff(rows)
+
     def transfer(self, tokens: float) -> float:
         """Between the caches."""
         return self.factors["transfer"] * self.base.transfer(tokens)
@@ -119,9 +123,13 @@ class CorrectedCost:
 
         The rest of the iteration is the sum of its stages, whatever their order: each is corrected
         by its predicted share of it, so that iterations of different kinds tell stages apart. Not
-        learned from: iterations with copies between the caches, which no sum accounts for.
+        learned from: iterations with copies between the caches, which no sum accounts for. Late
+        riders are waited for beside the GPU's attention, so that no sum is left then.
         """
         if any(batch.moved for batch in load.batches):
+            return
+        if times.ride_wait > floor:
+            self._learn_riders(load, times, measured, floor)
             return
         waited = sum(times.cpu_wait) + times.ride_wait
         layers, work = self.num_layers, max(measured - waited, 0.0)

@@ -40,6 +40,12 @@ class CostModel(Protocol):
     def handoff(self, rows: float) -> float:
         """Storing K and V, publishing Q and collecting O of one sub-batch's CPU rows."""
 
+    def ride_handoff(self, rows: float) -> float:
+        """The same of a group of riders at one stage, as far as the GPU's work is longer for it.
+
+        No rows: of an empty group, in a plan where others ride.
+        """
+
     def transfer(self, tokens: float) -> float:
         """Moving K and V of ``tokens`` between the caches."""
 
@@ -105,6 +111,16 @@ class Ride:
 NO_RIDE = Ride()
 
 
+def ride_handoffs(cost: CostModel, ride: Ride) -> float:
+    """Seconds that the riders' hand-offs add to an iteration."""
+    if not ride.riders:
+        return 0.0
+    empty = max(cost.num_layers - ride.groups, 0.0) * cost.ride_handoff(0)
+    if not ride.groups:
+        return empty
+    return empty + ride.groups * cost.ride_handoff(ride.cpu_rows / ride.groups)
+
+
 def pairs_of(n_new: float, start: float) -> float:
     """Query-key pairs of a causal chunk."""
     return n_new * (start + (n_new + 1) / 2)
@@ -158,8 +174,8 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
         loads = joined(loads, ride, layers)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
+    seconds += ride_handoffs(cost, ride)
     if ride.groups:
-        seconds += ride.groups * cost.handoff(ride.cpu_rows / ride.groups)
         seconds = max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens))
     moved = sum(load.moved for load in loads)
     if moved:
@@ -263,6 +279,10 @@ class FreeCost:
     def handoff(self, rows: float) -> float:
         """What the constructor was given."""
         return self._handoff_s
+
+    def ride_handoff(self, rows: float) -> float:
+        """The same."""
+        return self._handoff_s if rows else 0.0
 
     def transfer(self, tokens: float) -> float:
         """Nothing to speak of."""

@@ -95,6 +95,6 @@ class Latencies:
         ):
             if seconds > 0.0:
                 self.stages[name].observe(seconds)
-        wait = sum(times.cpu_wait)
+        wait = sum(times.cpu_wait) + times.ride_wait
         if wait > 0.0:
             self.handoff_wait.observe(wait)

@@ -14,7 +14,7 @@ from neo_server.server import Server
 from neo_server.table_cost import Curve, ProfileTable, Surface
 
 _TIMEOUT_S = 300.0  # loading the model and profiling
-CURVES = ("linear", "prefill_attn", "handoff", "transfer", "head")
+CURVES = ("linear", "prefill_attn", "handoff", "ride_handoff", "transfer", "head")
 SURFACES = ("gpu_attn", "cpu_attn")
 
 
@@ -31,7 +31,9 @@ def print_table(console: Console, table: ProfileTable) -> None:
     """Milliseconds per layer, with bars that are relative to the largest of a stage."""
     console.print(f"{table.num_points} points; {table.key.gpu}, {table.key.cpu}")
     for name in CURVES:
-        curve: Curve = getattr(table, name)
+        curve: Curve | None = getattr(table, name)
+        if curve is None:
+            continue
         rows = [(f"{x:g}", seconds) for x, seconds in zip(curve.x, curve.seconds, strict=True)]
         _print(console, name, rows)
     for name in SURFACES:
@@ -67,7 +69,8 @@ def plot(table: ProfileTable, path: Path) -> None:
     panels = iter(axes.flat)
     for name in CURVES:
         axis, curve = next(panels), getattr(table, name)
-        axis.plot(curve.x, [1e3 * s for s in curve.seconds], "o-")
+        if curve is not None:
+            axis.plot(curve.x, [1e3 * s for s in curve.seconds], "o-")
         axis.set(title=name, ylabel="ms", xscale="log", yscale="log")
     for name in SURFACES:
         axis, surface = next(panels), getattr(table, name)

@@ -167,6 +167,10 @@ class RooflineCost:
         width = (2 * self.model.heads + 2 * self.model.kv_heads) * self.model.head_dim
         return self.hardware.handoff_us * 1e-6 + rows * width * self.model.itemsize / self._pcie
 
+    def ride_handoff(self, rows: float) -> float:
+        """The same; what empty groups cost is not modelled."""
+        return self.handoff(rows) if rows else 0.0
+
     def transfer(self, tokens: float) -> float:
         """K and V over PCIe."""
         return tokens * self.model.kv_bytes * self.kv_scale / self._pcie

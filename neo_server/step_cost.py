@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from neo_native import RowKind
-from neo_server.cost_model import NO_RIDE, CostModel, Load, Ride, Stages, iteration_time, joined
+from neo_server.cost_model import (
+    NO_RIDE,
+    CostModel,
+    Load,
+    Ride,
+    Stages,
+    iteration_time,
+    joined,
+    ride_handoffs,
+)
 from neo_server.step import Step
 
 
@@ -28,9 +37,7 @@ class StepLoad:
             return [Stages.of(cost, load) for load in self.batches]
         layers = cost.num_layers
         first, *others = [Stages.of(cost, b) for b in joined(self.batches, self.ride, layers)]
-        groups, handoff = self.ride.groups, 0.0
-        if groups:
-            handoff = groups / layers * cost.handoff(self.ride.cpu_rows / groups)
+        handoff = ride_handoffs(cost, self.ride) / layers
         return [replace(first, handoff=first.handoff + handoff), *others]
 
     @property

@@ -76,6 +76,7 @@ class ProfileKey(_Frozen):
     dtype: str
     kv_dtype: str
     max_num_batched_tokens: int
+    ride_capacity: int = 0
 
 
 class ProfileTable(_Frozen):
@@ -89,13 +90,15 @@ class ProfileTable(_Frozen):
     gpu_attn: Surface
     cpu_attn: Surface | None  # None: no worker was there
     handoff: Curve  # over rows
+    ride_handoff: Curve | None = None  # over riders of a group; None: as ``handoff``
     transfer: Curve  # over tokens
     head: Curve  # over sampled rows
 
     @property
     def num_points(self) -> int:
         """Measurements in it."""
-        curves = (self.linear, self.prefill_attn, self.handoff, self.transfer, self.head)
+        curves = [self.linear, self.prefill_attn, self.handoff, self.transfer, self.head]
+        curves += [self.ride_handoff] if self.ride_handoff else []
         surfaces = [s for s in (self.gpu_attn, self.cpu_attn) if s is not None]
         return sum(len(c.x) for c in curves) + sum(
             len(s.rows) * len(s.tokens_per_row) for s in surfaces
@@ -161,6 +164,12 @@ class TableCost:
     def handoff(self, rows: float) -> float:
         """Of one sub-batch."""
         return self._scale * self.table.handoff.at(rows)
+
+    def ride_handoff(self, rows: float) -> float:
+        """Of one group of riders."""
+        if self.table.ride_handoff is None:
+            return self.handoff(rows) if rows else 0.0
+        return self._scale * self.table.ride_handoff.at(rows)
 
     def transfer(self, tokens: float) -> float:
         """Between the caches."""

@@ -3,6 +3,11 @@
 Decode and prefill beside their rooflines, on random weights of a real model's shapes.
 
     python scripts/bench_gpu_iterations.py --shape Llama-3.1-8B --rows 1 32 128 --context 1024
+
+What riders cost the rows beside them, per layer, with next to no work for the cpu workers:
+
+    python scripts/bench_gpu_iterations.py --rows --riders 1 8 32 --ridden 24 --cpu-gib 2 \
+        --threads 8 --enforce-eager
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +30,7 @@ import neo_native as native
 from gpu_worker import ops
 from gpu_worker.backends import Parts, make_backend
 from gpu_worker.cuda.events import graph_seconds
+from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.executor import Outcome
 from gpu_worker.model import LlamaModel
 from gpu_worker.weights import TORCH_DTYPES, dummy_weights
@@ -78,6 +85,7 @@ class Bench:
                 max_num_seqs=256,
                 max_num_batched_tokens=options.max_tokens,
                 max_model_len=options.max_len,
+                ride_capacity=max(options.riders, default=0),
             ),
             worker=WorkerConfig(
                 device="cuda", dtype=dtype, kernel_backend=options.backend, spin_us=200,
@@ -202,6 +210,31 @@ def gemm_floor(bench: Bench, tokens: int) -> float:
     return graph_seconds(run, REPEATS)
 
 
+@torch.inference_mode()
+def ride_costs(bench: Bench, riders: int, rows: int, context: int) -> list[dict[str, Any]]:
+    """Of groups with ``riders`` places, full and empty, as graphs run them and in line."""
+    profiler = cast(CudaProfiler, bench.backend.profiler)
+    stages = bench.backend.runner._stages  # type: ignore[attr-defined]
+    layers, beside = bench.config.num_hidden_layers, stages.beside
+    lines = []
+    for stream, taken in ((beside, riders), (beside, 0), (None, riders), (None, 0)):
+        stages.beside = stream
+        run = profiler.riders(taken, riders, rows, context)
+        found = [run() for _ in range(REPEATS)]
+        added = sorted((f.riding - f.alone) / layers * 1e6 for f in found)
+        lines.append(
+            {
+                "riders": taken, "places": riders, "rows": rows, "in_line": stream is None,
+                "riding_ms": median(f.riding for f in found) * 1e3,
+                "alone_ms": median(f.alone for f in found) * 1e3,
+                "us_per_layer": median(added), "least_us": added[0], "most_us": added[-1],
+                "waited_us_per_layer": median(f.waited for f in found) / layers * 1e6,
+            }
+        )  # fmt: skip
+    stages.beside = beside
+    return lines
+
+
 def main() -> None:
     """Prints one JSON line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -212,6 +245,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--cpu-rows", type=int, nargs="*", default=[])
     parser.add_argument("--cpu-context", type=int, default=256)
+    parser.add_argument("--riders", type=int, nargs="*", default=[], help="places of a group")
+    parser.add_argument("--ridden", type=int, nargs="*", default=[24], help="decodes beside them")
     parser.add_argument("--cpu-gib", type=float, default=0.0)
     parser.add_argument("--cpu-kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
@@ -220,7 +255,9 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--time-limit", type=int, default=300, help="seconds; then it is killed")
     options = parser.parse_args()
+    signal.alarm(options.time_limit)
     rates = measure_rates("cuda", "bfloat16")
     bandwidth, rate = rates.bytes_per_s, rates.flops
     print(json.dumps({"copy_gb_per_s": bandwidth / 1e9, "matrix_tflops": rate / 1e12}), flush=True)
@@ -251,6 +288,10 @@ def main() -> None:
         mine = [(100 + i, RowKind.DECODE_CPU, options.cpu_context, 1) for i in range(cpu)]
         print(json.dumps({"merged": cpu} | bench.time([rows + mine])), flush=True)
         print(json.dumps({"two": cpu} | bench.time([rows, mine])), flush=True)
+    for rows in options.ridden if options.riders else []:
+        for riders in options.riders:
+            for line in ride_costs(bench, riders, rows, options.context):
+                print(json.dumps(line), flush=True)
     for worker in bench.workers:
         worker.stop()
 

@@ -66,6 +66,52 @@ def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + t * INNER + at, gated * up, mask=inside)
 
 
+@triton.jit
+def rotate(at, turn, d, there, rotated, HEAD_DIM: tl.constexpr):
+    """Halves of the heads at ``at``, turned where ``rotated``; ``turn``: the position's angles."""
+    first = tl.load(at, mask=there, other=0.0)
+    second = tl.load(at + HEAD_DIM // 2, mask=there, other=0.0)
+    cos = tl.load(turn + d, mask=d < HEAD_DIM // 2, other=0.0)[None, :]
+    sin = tl.load(turn + d + HEAD_DIM // 2, mask=d < HEAD_DIM // 2, other=0.0)[None, :]
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    dtype = first.dtype
+    first = tl.where(rotated, (a * cos - b * sin).to(dtype), first)
+    second = tl.where(rotated, (b * cos + a * sin).to(dtype), second)
+    return first, second
+
+
+@triton.jit
+def store_for_cpu(
+    first, second, heads, d, there, page, row, q_row, tiles, scales, exchange_q,
+    layer, n_pages, tile_stride, scale_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """K and V into the CPU-cache, unless ``page`` is -1; Q to the cpu workers, unless ``q_row`` is.
+
+    int8 as ``layout::quantize``: scale = max / 127.
+    """
+    is_v = (heads >= HEADS + KV_HEADS).to(tl.int64)
+    kv_head = heads - HEADS - is_v * KV_HEADS
+    if page >= 0:
+        tile = ((layer * n_pages + page) * KV_HEADS + kv_head) * 2 + is_v
+        to = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
+        is_kv = there & (heads >= HEADS)[:, None]
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        if INT8:
+            top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=1)
+            scale = scale_of(top)
+            a, b = quantize(a, scale), quantize(b, scale)
+            here = (heads >= HEADS) & (heads < HEADS + 2 * KV_HEADS)
+            tl.store(scales + tile * scale_stride + row, scale, mask=here)
+        tl.store(to, a.to(tiles.dtype.element_ty), mask=is_kv)
+        tl.store(to + HEAD_DIM // 2, b.to(tiles.dtype.element_ty), mask=is_kv)
+    if q_row >= 0:
+        to = exchange_q + ((q_row * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]
+        is_q = there & (heads < HEADS)[:, None]
+        tl.store(to, first, mask=is_q)
+        tl.store(to + HEAD_DIM // 2, second, mask=is_q)
+
+
 @triton.jit(do_not_specialize=["layer"])  # one compiled kernel for all layers
 def rope_store_kernel(
     qkv, positions, rope, cache, cache_slots, cache_plane,
@@ -78,56 +124,35 @@ def rope_store_kernel(
 
     One program per token and PART heads of the fused projection. ``cache_slots``: flat index of the
     GPU-cache, or -1. ``pages``, ``page_rows``: place in the CPU-cache, or page -1. ``q_rows``: row
-    of the exchange buffer for Q, or -1. int8 as ``layout::quantize``: scale = max / 127.
+    of the exchange buffer for Q, or -1.
     """
     t = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * PART + tl.arange(0, PART)
     d = tl.arange(0, HALF)
     there = (heads < HEADS + 2 * KV_HEADS)[:, None] & (d < HEAD_DIM // 2)[None, :]
     at = qkv + t * (HEADS + 2 * KV_HEADS) * HEAD_DIM + heads[:, None] * HEAD_DIM + d[None, :]
-    first = tl.load(at, mask=there, other=0.0)
-    second = tl.load(at + HEAD_DIM // 2, mask=there, other=0.0)
-    turn = rope + tl.load(positions + t).to(tl.int64) * HEAD_DIM + d
-    cos = tl.load(turn, mask=d < HEAD_DIM // 2, other=0.0)[None, :]
-    sin = tl.load(turn + HEAD_DIM // 2, mask=d < HEAD_DIM // 2, other=0.0)[None, :]
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    turn = rope + tl.load(positions + t).to(tl.int64) * HEAD_DIM
     rotated = (heads < HEADS + KV_HEADS)[:, None]
-    dtype = qkv.dtype.element_ty
-    first = tl.where(rotated, (a * cos - b * sin).to(dtype), first)
-    second = tl.where(rotated, (b * cos + a * sin).to(dtype), second)
+    first, second = rotate(at, turn, d, there, rotated, HEAD_DIM)
     tl.store(at, first, mask=there & rotated)
     tl.store(at + HEAD_DIM // 2, second, mask=there & rotated)
 
-    is_v = (heads >= HEADS + KV_HEADS).to(tl.int64)
-    kv_head = heads - HEADS - is_v * KV_HEADS
-    is_kv = there & (heads >= HEADS)[:, None]
     slot = tl.load(cache_slots + t).to(tl.int64)
     if slot >= 0:
+        is_v = (heads >= HEADS + KV_HEADS).to(tl.int64)
+        kv_head = heads - HEADS - is_v * KV_HEADS
+        is_kv = there & (heads >= HEADS)[:, None]
         place = is_v * cache_plane + (slot * KV_HEADS + kv_head) * HEAD_DIM
         to = cache + place[:, None] + d[None, :]
         tl.store(to, first, mask=is_kv)
         tl.store(to + HEAD_DIM // 2, second, mask=is_kv)
     if TO_CPU:
-        page = tl.load(pages + t).to(tl.int64)
-        if page >= 0:
-            row = tl.load(page_rows + t).to(tl.int64)
-            tile = ((layer * n_pages + page) * KV_HEADS + kv_head) * 2 + is_v
-            to = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
-            a, b = first.to(tl.float32), second.to(tl.float32)
-            if INT8:
-                top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=1)
-                scale = scale_of(top)
-                a, b = quantize(a, scale), quantize(b, scale)
-                here = (heads >= HEADS) & (heads < HEADS + 2 * KV_HEADS)
-                tl.store(scales + tile * scale_stride + row, scale, mask=here)
-            tl.store(to, a.to(tiles.dtype.element_ty), mask=is_kv)
-            tl.store(to + HEAD_DIM // 2, b.to(tiles.dtype.element_ty), mask=is_kv)
-        q_row = tl.load(q_rows + t).to(tl.int64)
-        if q_row >= 0:
-            to = exchange_q + ((q_row * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]
-            is_q = there & (heads < HEADS)[:, None]
-            tl.store(to, first, mask=is_q)
-            tl.store(to + HEAD_DIM // 2, second, mask=is_q)
+        store_for_cpu(
+            first, second, heads, d, there, tl.load(pages + t).to(tl.int64),
+            tl.load(page_rows + t).to(tl.int64), tl.load(q_rows + t).to(tl.int64),
+            tiles, scales, exchange_q, layer, n_pages, tile_stride, scale_stride,
+            HEADS, KV_HEADS, HEAD_DIM, INT8,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _store_release(address, value):
+def store_release(address, value):
+    """A word of shared memory, behind all that this program has stored or seen stored."""
     tl.inline_asm_elementwise(
         "fence.acq_rel.sys; st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
         "=r,l,l",
@@ -48,22 +49,7 @@ def publish_kernel(first_epoch, published, layer):
     """After everything that the job needs, in stream order: the epoch, by a release store."""
     first = tl.load(first_epoch)
     if first != 0:
-        _store_release(published, first + layer)
-
-
-@triton.jit
-def _wait_for(epoch, done, abort, voided, waited_ns, limit_ns):
-    begin = _now_ns(epoch)
-    now = begin
-    reached = _load_acquire(done)
-    given_up = tl.where(tl.load(voided) != 0, epoch, _load_acquire(abort))
-    while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
-        reached = _load_acquire(done)
-        given_up = _load_acquire(abort)
-        now = _now_ns(reached)
-    if reached < epoch:
-        tl.store(voided, 1)
-    tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+        store_release(published, first + layer)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -75,23 +61,22 @@ def wait_kernel(first_epoch, done, abort, voided, waited_ns, layer, limit_ns):
     """
     first = tl.load(first_epoch)
     if first != 0:
-        _wait_for(first + layer, done, abort, voided, waited_ns, limit_ns)
+        epoch = first + layer
+        begin = _now_ns(epoch)
+        now = begin
+        reached = _load_acquire(done)
+        given_up = tl.where(tl.load(voided) != 0, epoch, _load_acquire(abort))
+        while (reached < epoch) & (given_up < epoch) & (now - begin < limit_ns):
+            reached = _load_acquire(done)
+            given_up = _load_acquire(abort)
+            now = _now_ns(reached)
+        if reached < epoch:
+            tl.store(voided, 1)
+        tl.store(waited_ns, tl.load(waited_ns) + now - begin)
 
 
 @triton.jit
-def ride_wait_kernel(
-    job_of_stage, group_of_stage, done, abort, voided, waited_ns, limit_ns,
-    DONE_WORDS: tl.constexpr,
-):  # fmt: skip
-    """As ``wait_kernel``, for the job that the group of this stage takes back."""
-    job = tl.load(job_of_stage)
-    if job != 0:
-        of_group = done + tl.load(group_of_stage).to(tl.int64) * DONE_WORDS
-        _wait_for(job, of_group, abort, voided, waited_ns, limit_ns)
-
-
-@triton.jit
-def _merge_head(
+def merge_head(
     words, areas, out, epoch, first_task, n_splits, h, area_floats, worker_area_floats,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
@@ -140,57 +125,8 @@ def collect_kernel(
         n_splits = tl.load(row_tasks + r * 2 + 1)
         token = tl.load(row_tokens + r).to(tl.int64)
         # Words are loaded plainly: the wait's acquire, a kernel before, orders them.
-        _merge_head(
+        merge_head(
             words, areas, out + token * HEADS * HEAD_DIM, epoch, task, n_splits, h,
             area_floats, worker_area_floats,
             GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, EPOCH_SHIFT, WORKER_SHIFT, FIELD_MASK,
         )  # fmt: skip
-
-
-@triton.jit
-def ride_join_kernel(
-    job_of_stage, group_of_stage, count, store_rows, row_tasks,
-    words, areas, attn, store, residual, group_tasks, area_floats, worker_area_floats,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    EPOCH_SHIFT: tl.constexpr, WORKER_SHIFT: tl.constexpr, FIELD_MASK: tl.constexpr,
-):  # fmt: skip
-    """A rider's row for a stage after the first: its residual, and O of the layer before.
-
-    One program per place and KV head, or part of the residual.
-    """
-    r, part = tl.program_id(0), tl.program_id(1)
-    job = tl.load(job_of_stage)
-    if (r < tl.load(count)) & (job != 0):
-        if part >= KV_HEADS:
-            at = (part - KV_HEADS) * BLOCK + tl.arange(0, BLOCK)
-            row = tl.load(store_rows + r).to(tl.int64)
-            x = tl.load(store + row * HIDDEN + at, mask=at < HIDDEN, other=0.0)
-            tl.store(residual + r * HIDDEN + at, x, mask=at < HIDDEN)
-        else:
-            group = tl.load(group_of_stage).to(tl.int64)
-            _merge_head(
-                words + group * group_tasks, areas + group * group_tasks * area_floats,
-                attn + r.to(tl.int64) * HEADS * HEAD_DIM, job,
-                tl.load(row_tasks + r * 2), tl.load(row_tasks + r * 2 + 1), part,
-                area_floats, worker_area_floats,
-                GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, EPOCH_SHIFT, WORKER_SHIFT, FIELD_MASK,
-            )  # fmt: skip
-
-
-@triton.jit
-def ride_leave_kernel(
-    job_of_stage, published, count, store_rows, residual, store, PLACES: tl.constexpr,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """After K, V and Q of the stage: keeps the residual rows, and publishes the job."""
-    r = tl.program_id(0)
-    if r == PLACES:
-        job = tl.load(job_of_stage)
-        if (job != 0) & (tl.program_id(1) == 0):
-            _store_release(published, job)
-    elif r < tl.load(count):
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(store_rows + r).to(tl.int64)
-        x = tl.load(residual + r * HIDDEN + at, mask=at < HIDDEN, other=0.0)
-        tl.store(store + row * HIDDEN + at, x, mask=at < HIDDEN)

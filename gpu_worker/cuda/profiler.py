@@ -14,6 +14,7 @@ import torch
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event, graph_seconds
 from gpu_worker.cuda.plan import TILE_Q
+from gpu_worker.cuda.ride_trial import BesideRows, timed
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.profiler import POINT_S, REPEATS, Profiler
@@ -21,6 +22,9 @@ from neo_native import SwapKind
 
 if TYPE_CHECKING:
     from neo_native import Exchange
+
+
+RIDDEN_ROWS, RIDDEN_TOKENS = 32, 512  # decodes that riders are measured beside, and of each
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,37 @@ class CudaProfiler(Profiler):
             return begin.elapsed_time(end) * 1e-3 / layers
 
         return Measured(run)
+
+    def _ride_handoff(self) -> dict[str, list[float]] | None:
+        """What riders add to an iteration, per layer, over riders of each group."""
+        rides = self._stages.buffers.rides
+        if self._threads == 0 or rides is None:
+            return None
+        _, rows, length = self._limits
+        lead = rides.layout.capacity
+
+        def make(riders: int) -> Callable[[], object]:
+            run = self.riders(riders, lead, min(RIDDEN_ROWS, rows), min(RIDDEN_TOKENS, length))
+            layers = self._model.config.num_hidden_layers
+
+            def added() -> float:
+                found = run()
+                return max(found.riding - found.alone, 0.0) / layers
+
+            return Measured(added)
+
+        return self._curve(make, sorted({0, 1, lead}))
+
+    def riders(self, riders: int, lead: int, rows: int, length: int) -> Callable[[], BesideRows]:
+        """Iterations of ``rows`` decodes of ``length`` tokens, with and without riders.
+
+        ``lead``: places for riders in the shape, at most a group's; ``riders`` of them are taken.
+        """
+        self._gpu_attn(rows, length)
+        fields = self._stages.buffers.channels[0].fields
+        fields["row_tokens"][:rows] += lead
+        shape = Shape(0, lead + rows, rows, lead=lead)
+        return timed(self._stages, self._native, riders, shape)
 
     def _transfer(self, tokens: int) -> Callable[[], object]:
         exchange = self._stages.exchange

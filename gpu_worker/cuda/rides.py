@@ -35,7 +35,6 @@ class RideLayout:
             "group": (1, 0),
             "count": (1, 0),
             "positions": (self.capacity, 0),
-            "cache_slots": (self.capacity, -1),  # riders have no GPU blocks
             "pages": (self.capacity, -1),
             "page_rows": (self.capacity, 0),
             "store_rows": (self.capacity, -1),  # row of the persistent residual, and of Q
@@ -124,6 +123,8 @@ class RideBuffers:
         self.meta = torch.from_numpy(layout.blank.copy()).to(device)
         self.fields: dict[str, Tensor] = layout.views(self.meta)
         self.residual = torch.zeros((layout.stages * layout.capacity, hidden), device=device)
+        # By stage: programs that have stored their part of K, V and Q. Zero between plans.
+        self.arrived = torch.zeros(layout.stages, dtype=torch.int32, device=device)
 
 
 class VoidRiders:

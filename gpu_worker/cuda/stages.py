@@ -14,10 +14,12 @@ import triton
 from torch import Tensor
 
 from gpu_worker.cuda import attention, elementwise, handoff
+from gpu_worker.cuda.beside import Beside
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q, CpuChunk
+from gpu_worker.cuda.ride_kernel import ride_kernel
 from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
@@ -25,6 +27,7 @@ from gpu_worker.ops.rope import rope_table
 
 BLOCK = 1024
 GREEDY_BLOCK = 8192  # logits of a row that are read at a time
+RIDE_PART = 4  # heads of one program of a rider
 FEW_TOKENS = 64  # up to which a token's heads are spread over more programs
 
 
@@ -44,6 +47,10 @@ class Stages:
         self.exchange = exchange
         self.cache = cache
         self._loads = exchange.chunk_loads(buffers.staging) if exchange else None
+        # Where riders leave and arrive; None: in line with the rows.
+        self.beside: Beside | None = None
+        if buffers.rides is not None and model.device.type == "cuda":
+            self.beside = Beside(model.device)
         self._config = c = model.config
         self._rope = rope_table(c, max_positions, model.device)
         self._scale = c.attention_scale * math.log2(math.e)
@@ -77,8 +84,8 @@ class Stages:
                 self.join(s, layer)
                 self.join_riders(s, layer)
                 self.linear(s, layer)
+                self.fork_riders(s, layer)
                 self.store(s, layer)
-                self.leave_riders(s, layer)
                 self.attend(s, layer)
         for s in shapes:
             self.join(s, n_layers)
@@ -145,27 +152,15 @@ class Stages:
 
     def store(self, s: Shape, layer: int) -> None:
         """RoPE; K and V into their caches; Q to the cpu workers, then the epoch."""
-        c, e = self._channel(s), self.exchange
-        fields = {
+        c, e, cfg = self._channel(s), self.exchange, self._config
+        n, kv, qkv = s.tokens - s.lead, self.cache.blocks[layer], c.qkv[s.lead :]
+        heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
+        part = 4 if n <= FEW_TOKENS else 16
+        to_cpu = e is not None and s.to_cpu
+        f = {
             name: c.fields[name][s.lead :]
             for name in ("positions", "cache_slots", "pages", "page_rows", "q_rows")
         }
-        q = e.q(s.channel) if e and s.to_cpu else None
-        self._rope_store(c.qkv[s.lead :], s.tokens - s.lead, fields, layer, q)
-        if s.cpu_rows and e:
-            handoff.publish_kernel[(1,)](
-                c.fields["first_epoch"], e.published(s.channel), layer, num_warps=1
-            )
-
-    def _rope_store(
-        self, qkv: Tensor, n: int, f: dict[str, Tensor], layer: int, q: Tensor | None
-    ) -> None:
-        """``n`` rows of ``qkv``. ``q``: where Q of CPU rows goes; None: there are none."""
-        cfg, e = self._config, self.exchange
-        heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
-        part = 4 if n <= FEW_TOKENS else 16
-        kv = self.cache.blocks[layer]
-        to_cpu = q is not None
         elementwise.rope_store_kernel[(n, triton.cdiv(heads, part))](
             qkv,
             f["positions"],
@@ -178,7 +173,7 @@ class Stages:
             f["q_rows"],
             e.tiles if e and to_cpu else qkv,
             e.scales if e and to_cpu else self._rope,
-            qkv if q is None else q,
+            e.q(s.channel) if e and to_cpu else qkv,
             layer,
             e.n_pages if e else 0,
             e.tile_stride if e else 0,
@@ -191,75 +186,63 @@ class Stages:
             TO_CPU=to_cpu,
             INT8=bool(e and to_cpu and e.is_int8),
         )
+        if s.cpu_rows and e:
+            handoff.publish_kernel[(1,)](
+                c.fields["first_epoch"], e.published(s.channel), layer, num_warps=1
+            )
+
+    def fork_riders(self, s: Shape, layer: int) -> None:
+        """Behind the linear stage: ``pass_riders``, beside what the rows do until the next one."""
+        if not s.lead:
+            return
+        if self.beside is None:
+            self.pass_riders(s, layer)
+            return
+        with self.beside.launched():
+            self.pass_riders(s, layer)
 
     def join_riders(self, s: Shape, layer: int) -> None:
-        """The group of this stage into the places before the rows; the first stage embeds it."""
+        """The group of this stage is in the places before the rows; the first is embedded."""
+        if s.lead and layer > 0 and self.beside is not None:
+            self.beside.join()
+
+    def pass_riders(self, s: Shape, layer: int) -> None:
+        """The group of this stage leaves its places, that of the next one arrives in them."""
         rides, e = self.buffers.rides, self.exchange
-        if not s.lead or layer == 0 or rides is None or e is None:
+        if rides is None or e is None:
             return
-        c, f, cfg = self._channel(s), rides.fields, self._config
-        parts = triton.cdiv(cfg.hidden_size, BLOCK)
-        handoff.ride_wait_kernel[(1,)](
-            f["collects"][layer:],
-            f["group"][layer:],
-            e.ride_done,
-            e.ride_abort,
-            self.buffers.rides_voided[layer:],
-            self.buffers.rides_waited_ns,
-            e.limit_ns,
-            DONE_WORDS=e.ride_done_words,
-            num_warps=1,
-        )
-        handoff.ride_join_kernel[(s.lead, cfg.num_key_value_heads + parts)](
-            f["collects"][layer:],
-            f["group"][layer:],
-            f["count"][layer:],
-            f["store_rows"][layer],
-            f["tasks"][layer],
-            e.ride_words,
-            e.ride_areas,
-            c.attn,
-            rides.residual,
-            c.residual,
-            e.ride_tasks,
-            e.area_floats,
-            e.worker_area_floats,
+        c, f, cfg, b = self._channel(s), rides.fields, self._config, self.buffers
+        rope_parts = triton.cdiv(cfg.num_attention_heads + 2 * cfg.num_key_value_heads, RIDE_PART)
+        row_parts = triton.cdiv(cfg.hidden_size, BLOCK)
+        fields = ("publishes", "collects", "group", "count", "positions", "pages", "page_rows")
+        ride_kernel[(s.lead, rope_parts + row_parts + cfg.num_key_value_heads)](
+            layer,
+            *(f[name] for name in (*fields, "store_rows", "tasks")),
+            *(rides.arrived, c.qkv, self._rope, e.tiles, e.scales, e.ride_q),
+            *(e.n_pages, e.tile_stride, e.scale_stride, e.ride_published),
+            *(c.residual, rides.residual),
+            *(e.ride_done, e.ride_abort, b.rides_voided, b.rides_waited_ns, e.limit_ns),
+            *(e.ride_words, e.ride_areas, c.attn),
+            *(e.ride_tasks, e.area_floats, e.worker_area_floats),
+            PLACES=rides.layout.capacity,
             HEADS=cfg.num_attention_heads,
             KV_HEADS=cfg.num_key_value_heads,
-            GROUP=self._group["GROUP"],
-            GROUP_PAD=triton.next_power_of_2(self._group["GROUP"]),
             HEAD_DIM=cfg.head_dim,
-            DIM_PAD=self._dim_pad,
+            HALF=triton.next_power_of_2(cfg.head_dim // 2),
+            PART=RIDE_PART,
+            ROPE_PARTS=rope_parts,
+            INT8=e.is_int8,
             HIDDEN=cfg.hidden_size,
             BLOCK=BLOCK,
+            ROW_PARTS=row_parts,
+            DONE_WORDS=e.ride_done_words,
+            GROUP=self._group["GROUP"],
+            GROUP_PAD=triton.next_power_of_2(self._group["GROUP"]),
+            DIM_PAD=self._dim_pad,
             EPOCH_SHIFT=e.epoch_shift,
             WORKER_SHIFT=e.worker_shift,
             FIELD_MASK=e.field_mask,
             num_warps=1,
-        )
-
-    def leave_riders(self, s: Shape, layer: int) -> None:
-        """RoPE; K and V into the CPU-cache, Q to the cpu workers; the residual is kept."""
-        rides, e = self.buffers.rides, self.exchange
-        if not s.lead or rides is None or e is None:
-            return
-        c, f, hidden = self._channel(s), rides.fields, self._config.hidden_size
-        fields = {
-            name: f[name][layer] for name in ("positions", "cache_slots", "pages", "page_rows")
-        }
-        fields["q_rows"] = f["store_rows"][layer]
-        self._rope_store(c.qkv, s.lead, fields, layer, e.ride_q)
-        handoff.ride_leave_kernel[(s.lead + 1, triton.cdiv(hidden, BLOCK))](
-            f["publishes"][layer:],
-            e.ride_published,
-            f["count"][layer:],
-            f["store_rows"][layer],
-            c.residual,
-            rides.residual,
-            PLACES=s.lead,
-            HIDDEN=hidden,
-            BLOCK=BLOCK,
-            num_warps=4,
         )
 
     def join(self, s: Shape, layer: int) -> None:

@@ -38,6 +38,7 @@ class MarkedStages(Stages):
 
     def __init__(self, stages: Stages) -> None:
         self.__dict__.update(stages.__dict__)
+        self.beside = None  # riders in line with the rows: spans of a lane do not overlap
         self._marks: list[Mark] = []
 
     def take(self) -> list[Mark]:
@@ -82,17 +83,10 @@ class MarkedStages(Stages):
         with self.marked(SpanKind.CPU_WAIT, layer, s.channel):
             super().join(s, layer)
 
-    def join_riders(self, s: Shape, layer: int) -> None:
-        """See ``Stages``."""
-        if s.lead and layer > 0:
-            with self.marked(SpanKind.CPU_WAIT, layer, s.channel):
-                super().join_riders(s, layer)
-
-    def leave_riders(self, s: Shape, layer: int) -> None:
-        """See ``Stages``."""
-        if s.lead:
-            with self.marked(SpanKind.HANDOFF, layer, s.channel):
-                super().leave_riders(s, layer)
+    def pass_riders(self, s: Shape, layer: int) -> None:
+        """See ``Stages``: with the wait for the cpu workers in it."""
+        with self.marked(SpanKind.HANDOFF, layer, s.channel):
+            super().pass_riders(s, layer)
 
     def attend(self, s: Shape, layer: int) -> None:
         """See ``Stages``."""

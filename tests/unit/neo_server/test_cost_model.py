@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from neo_server.correction import BOUND, CorrectedCost
-from neo_server.cost_model import FreeCost, Load, Ride, Stages, iteration_time, knee, layer_time
+from neo_server.cost_model import (
+    FreeCost,
+    Load,
+    Ride,
+    Stages,
+    iteration_time,
+    joined,
+    knee,
+    layer_time,
+)
 from neo_server.errors import ConfigurationError
 from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
 from neo_server.simulator.run import stage_times
@@ -81,6 +90,24 @@ def test_tables_are_interpolated_linearly_in_both_directions_and_beyond_their_en
     assert surface.at(3, 60) == 6.0
     with pytest.raises(ValueError, match="growing"):
         Curve(x=(3, 1), seconds=(1.0, 2.0))
+
+
+def test_riders_are_charged_what_was_measured_for_them_and_empty_groups_too() -> None:
+    base, ride = Load(tokens=4, gpu_rows=2, gpu_tokens=20), Ride(6, 1, 3, 3, 0)
+    plain, measured = (
+        TableCost(table()),
+        TableCost(table(ride_handoff={"x": [0, 1, 5], "seconds": [0.25, 0.5, 0.7]})),
+    )
+    alone = iteration_time(plain, joined([base], ride, 2))
+    assert iteration_time(plain, [base], ride) - alone == pytest.approx(plain.handoff(3))
+    assert iteration_time(measured, [base], ride) - alone == pytest.approx(0.25 + 0.6)
+    last = Ride(riders=2, sampled=2)  # all at the last stage, where nothing is handed over
+    alone = iteration_time(plain, joined([base], last, 2))
+    assert iteration_time(plain, [base], last) == pytest.approx(alone)
+    assert iteration_time(measured, [base], last) - alone == pytest.approx(2 * 0.25)
+    stages = StepLoad((base,), ride).stages(measured)
+    assert 2 * sum(stage.handoff for stage in stages) == pytest.approx(0.25 + 0.6)
+    assert measured.table.num_points == plain.table.num_points + 3
 
 
 def test_cpu_attention_follows_the_threads_that_live_and_is_infinite_without_any() -> None:
@@ -180,6 +207,24 @@ def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:
     learn_untimed(believed, truth, ["two batches"], rounds=60)
     assert believed.factors["linear"] == pytest.approx(1.0, rel=0.02)
     assert believed.cpu_attn(8, 64_000.0) == pytest.approx(truth.cpu_attn(8, 64_000.0), rel=0.1)
+
+
+def test_late_riders_say_how_slow_the_cpu_is_and_nothing_about_the_device() -> None:
+    """Their wait is beside the device's attention, so the rest of the iteration is no sum."""
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(truth.with_cpu_bandwidth(4.0))
+    base = Load(tokens=64, gpu_rows=64, gpu_tokens=2.5e5, sampled=64)
+    load = StepLoad((base,), Ride.spread(264, 1e6, 33, 8))
+    seconds = load.seconds(truth)
+    hidden = truth.num_layers * truth.gpu_attn(64, 2.5e5)
+    late = seconds - iteration_time(truth, [base])
+    for _ in range(60):
+        times = StageTimes(ride_wait=late + hidden)
+        believed.learn(load, load.seconds(believed), StepResult(1, [], [], seconds, times))
+    assert late > 0.0
+    assert {believed.factors[name] for name in ("linear", "gpu_attn", "head")} == {1.0}
+    rows, tokens = load.ride.cpu_rows, load.ride.cpu_tokens
+    assert believed.cpu_attn(rows, tokens) == pytest.approx(truth.cpu_attn(rows, tokens), rel=0.25)
 
 
 def test_corrections_are_bounded() -> None:

@@ -84,9 +84,9 @@ async def test_a_preempted_request_has_one_queue_time() -> None:
 
 def test_stages_that_were_not_measured_are_not_counted() -> None:
     found = Latencies()
-    found.note_stages(StageTimes(linear=(0.25, 0.5), cpu_wait=(0.0, 0.125)))
+    found.note_stages(StageTimes(linear=(0.25, 0.5), cpu_wait=(0.0, 0.125), ride_wait=0.25))
     found.note_stages(StageTimes())
     counts = {name: sum(histogram.counts) for name, histogram in found.stages.items()}
     assert counts == {"linear": 1, "gpu_attn": 0, "handoff": 0, "swap": 0, "head": 0}
     assert found.stages["linear"].sum == 0.75
-    assert found.handoff_wait.sum == 0.125
+    assert found.handoff_wait.sum == 0.375

@@ -24,7 +24,7 @@ EXPECTED = {
     "embed_kernel", "add_rms_norm_kernel", "silu_mul_kernel", "rope_store_kernel", "greedy_kernel",
     "decode_kernel", "merge_splits_kernel", "prefill_kernel",
     "publish_kernel", "wait_kernel", "collect_kernel", "copy_pages_kernel",
-    "ride_wait_kernel", "ride_join_kernel", "ride_leave_kernel",
+    "ride_kernel",
 }  # fmt: skip
 
 LLAMA_8B = {"head-dim": 128, "heads": 32, "kv-heads": 8,

@@ -40,10 +40,11 @@ if torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from gpu_worker.cuda import exchange as device_exchange  # noqa: E402
-from gpu_worker.cuda import handoff  # noqa: E402
+from gpu_worker.cuda import handoff, ride_kernel  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
 from gpu_worker.cuda.plan import HostBatch, HostPlanReader  # noqa: E402
+from gpu_worker.cuda.ride_trial import Wave  # noqa: E402
 from gpu_worker.cuda.rides import VoidRiders  # noqa: E402
 from gpu_worker.cuda.stages import Stages  # noqa: E402
 from gpu_worker.kv_pool import GpuCache  # noqa: E402
@@ -85,8 +86,12 @@ class Unpinned:
 @pytest.fixture(autouse=True)
 def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "_load_acquire", load_plain)
-    monkeypatch.setattr(handoff, "_store_release", store_plain)
+    monkeypatch.setattr(handoff, "store_release", store_plain)
     monkeypatch.setattr(handoff, "_now_ns", no_clock)
+    monkeypatch.setattr(ride_kernel, "load_acquire", load_plain)
+    monkeypatch.setattr(ride_kernel, "store_release", store_plain)
+    monkeypatch.setattr(ride_kernel, "now_ns", no_clock)
+    monkeypatch.setattr(ride_kernel, "pause", no_clock)
     monkeypatch.setattr(device_exchange, "MappedSegment", Unpinned)
 
 
@@ -136,7 +141,7 @@ class Device:
             10.0,
             CPU,  # type: ignore[arg-type]
         )
-        self._stages = Stages(rig.model, cache, self._buffers, self.exchange, MAX_LEN)
+        self.stages = Stages(rig.model, cache, self._buffers, self.exchange, MAX_LEN)
         self._shape_of = shape_of
         self._void = VoidRiders(self._reader.ride_layout)
         self._workers: list[native.AttentionWorker] = []
@@ -166,12 +171,14 @@ class Device:
             assert buffers.rides is not None
             buffers.rides.meta.copy_(torch.from_numpy(plan.rides.meta))
         with torch.inference_mode():
-            self._stages.forward([self._shape_of(batch) for batch in plan.batches])
+            self.stages.forward([self._shape_of(batch) for batch in plan.batches])
         if has_cpu:
             self.exchange.retire(plan)
         lost = np.zeros(len(plan.slots), np.bool_)
         given_up = buffers.rides_voided.numpy()
         void = self._void.rows(plan.rides, given_up, lost).tolist() if plan.rides else []
+        assert buffers.rides is not None
+        assert not buffers.rides.arrived.any(), "a replayed graph counts from zero"
         logits = [buffers.logits[b.channel, : b.n_sampled] for b in plan.batches]
         tokens = [buffers.tokens_out(b.channel)[: b.n_sampled] for b in plan.batches]
         return Given(torch.cat(logits).clone(), torch.cat(tokens).tolist(), void)
@@ -349,3 +356,25 @@ def test_a_row_whose_token_never_came_is_void(make: tuple[Rig, Make], model: Any
     plan = reader.read(rig.step(riders=[replace(riders[1], stage=0, sample=False)]))
     assert plan.rides is not None
     assert void.rows(plan.rides, none, np.zeros(1, np.bool_)).tolist() == []
+
+
+@pytest.mark.parametrize("riders", [0, 1, PLACES])
+def test_a_wave_that_is_measured_does_its_jobs(make: tuple[Rig, Make], riders: int) -> None:
+    """Once all groups move, each plan takes back a job of every stage but the first."""
+    device = make[1](padded)
+    device.start_worker()
+    wave = Wave(device.stages, device.native, riders)
+    rides = device.stages.buffers.rides
+    assert rides is not None
+    for plan in range(wave.plans_to_fill + 2):
+        wave.advance()
+        with torch.inference_mode():
+            device.stages.forward([Shape(0, PLACES + 1, 0, lead=PLACES)])
+        wave.retire()
+        moving = min(plan, LAYERS) if riders else 0
+        assert int((rides.fields["collects"] != 0).sum()) == moving
+        assert int(rides.fields["count"].sum()) == riders * min(plan + 1, LAYERS + 1)
+        assert not device.stages.buffers.rides_voided.any()
+        assert not rides.arrived.any()
+    published = int(rides.fields["publishes"].max())
+    assert published == (riders > 0) * (sum(range(1, LAYERS + 1)) + 3 * LAYERS)
