@@ -82,7 +82,10 @@ class Bench:
                 cpu_kv_cache_dtype=options.cpu_kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=256,
+                # As many rows as there are places for riders, so that all groups can be full.
+                max_num_seqs=max(
+                    256, max(options.riders, default=0) * (config.num_hidden_layers + 1)
+                ),
                 max_num_batched_tokens=options.max_tokens,
                 max_model_len=options.max_len,
                 ride_capacity=max(options.riders, default=0),

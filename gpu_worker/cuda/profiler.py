@@ -152,14 +152,21 @@ class CudaProfiler(Profiler):
             return None
         _, rows, length = self._limits
         lead = rides.layout.capacity
+        layers = self._model.config.num_hidden_layers
+        empty = 0.0  # of a layer without riders: measured first
 
         def make(riders: int) -> Callable[[], object]:
             run = self.riders(riders, lead, min(RIDDEN_ROWS, rows), min(RIDDEN_TOKENS, length))
-            layers = self._model.config.num_hidden_layers
 
             def added() -> float:
+                nonlocal empty
                 found = run()
-                return max(found.riding - found.alone, 0.0) / layers
+                moved = min(found.groups, layers)
+                extra = found.riding - found.alone
+                if moved == 0:
+                    empty = max(extra, 0.0) / layers
+                    return empty
+                return max(extra - (layers - moved) * empty, 0.0) / moved
 
             return Measured(added)
 

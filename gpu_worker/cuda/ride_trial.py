@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Wave:
     """As many riders in each group, each of a single token: the cpu workers have next to no work.
 
+    In as many groups as a plan has rows for: capacities are rounded up, so all full are too many.
     Their K and V overwrite the first row of some pages of the CPU-cache.
     """
 
@@ -32,6 +33,8 @@ class Wave:
         self._members = np.arange(riders, dtype=np.uint32)
         self._pages = np.arange(riders) % exchange.n_pages
         self._plans = 0
+        layout = rides.layout
+        self.groups = min(layout.stages, layout.max_rows // riders) if riders else 0  # that move
 
     @property
     def plans_to_fill(self) -> int:
@@ -42,7 +45,7 @@ class Wave:
         """Announces a plan and uploads what its kernels need; one group more, then all."""
         layout = self._rides.layout
         meta = layout.blank.copy()
-        groups = range(min(self._plans + 1, layout.stages)) if len(self._members) else ()
+        groups = range(min(self._plans + 1, self.groups))
         stage_of = {group: (self._plans - group) % layout.stages for group in groups}
         by_stage = sorted((stage, group) for group, stage in stage_of.items())
         none, places = np.empty(0, np.uint32), self._members
@@ -74,6 +77,7 @@ class BesideRows:
     riding: float
     alone: float
     waited: float
+    groups: int  # that moved
 
 
 def timed(stages: Stages, native: Exchange, riders: int, shape: Shape) -> Callable[[], BesideRows]:
@@ -98,7 +102,7 @@ def timed(stages: Stages, native: Exchange, riders: int, shape: Shape) -> Callab
     def run() -> BesideRows:
         riding = ride()
         waited = stages.buffers.rides_waited_ns.item() * 1e-9
-        return BesideRows(riding, replayed(without), waited)
+        return BesideRows(riding, replayed(without), waited, wave.groups)
 
     for _ in range(wave.plans_to_fill):
         ride()

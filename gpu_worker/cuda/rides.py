@@ -29,6 +29,7 @@ class RideLayout:
 
     def __init__(self, limits: PlanLimits) -> None:
         self.stages, self.capacity = limits.ride_groups, limits.ride_capacity
+        self.max_rows = limits.max_rows  # of a plan: fewer than all places
         wanted = {
             "collects": (2, 0),  # one int64 a stage: the job taken back; 0: none
             "publishes": (2, 0),

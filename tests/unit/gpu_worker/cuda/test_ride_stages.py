@@ -378,3 +378,22 @@ def test_a_wave_that_is_measured_does_its_jobs(make: tuple[Rig, Make], riders: i
         assert not rides.arrived.any()
     published = int(rides.fields["publishes"].max())
     assert published == (riders > 0) * (sum(range(1, LAYERS + 1)) + 3 * LAYERS)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2 * PLACES, 2 * PLACES + 1])
+def test_a_wave_that_is_measured_has_no_more_rows_than_a_plan(
+    make: tuple[Rig, Make], max_rows: int
+) -> None:
+    """As many groups as there are layers and one, of a capacity that is rounded up."""
+    rig, device_of = make
+    rig.limits = replace(rig.limits, max_rows=max_rows)
+    device = device_of(padded, max_rows=max_rows)
+    for riders in (1, PLACES):
+        wave = Wave(device.stages, device.native, riders)
+        rides = device.stages.buffers.rides
+        assert rides is not None
+        for _ in range(wave.plans_to_fill + 1):
+            wave.advance()
+            wave.retire()
+        assert int(rides.fields["count"].sum()) == riders * wave.groups
+        assert wave.groups == min(max_rows // riders, LAYERS + 1)
