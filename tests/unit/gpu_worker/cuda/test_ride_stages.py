@@ -40,10 +40,11 @@ if torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from gpu_worker.cuda import exchange as device_exchange  # noqa: E402
-from gpu_worker.cuda import handoff, ride_kernel  # noqa: E402
+from gpu_worker.cuda import handoff, ride_kernel, ride_trial  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
 from gpu_worker.cuda.plan import HostBatch, HostPlanReader  # noqa: E402
+from gpu_worker.cuda.profiler import CudaProfiler  # noqa: E402
 from gpu_worker.cuda.ride_trial import Wave  # noqa: E402
 from gpu_worker.cuda.rides import VoidRiders  # noqa: E402
 from gpu_worker.cuda.stages import Stages  # noqa: E402
@@ -397,3 +398,39 @@ def test_a_wave_that_is_measured_has_no_more_rows_than_a_plan(
             wave.retire()
         assert int(rides.fields["count"].sum()) == riders * wave.groups
         assert wave.groups == min(max_rows // riders, LAYERS + 1)
+
+
+def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
+    make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterations run as they are in place of graphs, and take a second for each place of riders."""
+    rig, device = make[0], make[1](padded)
+    device.start_worker()
+    launched: list[Shape] = []
+    forward = device.stages.forward
+
+    def noted(shapes: list[Shape]) -> None:
+        launched.extend(shapes)
+        forward(shapes)
+
+    def seconds(enqueue: Callable[[], None]) -> float:
+        enqueue()
+        return 1.0 + launched[-1].lead
+
+    monkeypatch.setattr(device.stages, "forward", noted)
+    monkeypatch.setattr(ride_trial, "captured", lambda enqueue: enqueue)
+    monkeypatch.setattr(ride_trial, "replayed", seconds)
+    cache: Any = device.stages.cache
+    nothing: Any = None
+    profiler = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
+    profiler.use(device.stages, device.native)
+    with torch.inference_mode():
+        found = profiler.riders(1, PLACES, 2, 8)()
+    assert (found.riding, found.alone) == (1.0 + PLACES, 1.0)
+    riding, alone = launched[-2:]
+    assert (riding.lead, alone.lead, riding.gpu_rows) == (PLACES, 0, 2)
+    assert riding.tokens == alone.tokens == PLACES + 2
+    fields = device.stages.buffers.channels[0].fields
+    assert fields["row_tokens"][:2].tolist() == [PLACES, PLACES + 1]
+    assert fields["row_lens"][:2].tolist() == [8, 8]
+    assert device.native.ride_progress() > 0
