@@ -49,7 +49,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def samples_of(url: str) -> dict[str, float]:
     """By name and the labels other than the model's."""
     found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60.0).text):
         for sample in family.samples:
             labels = [value for name, value in sample.labels.items() if name != "model_name"]
             found[":".join([sample.name, *labels])] = sample.value
@@ -61,7 +61,7 @@ def test_plain_http_gives_the_text_that_grpc_gives(server: RunningServer, url: s
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60.0) as reply:
+    with urllib.request.urlopen(request, timeout=240.0) as reply:
         answer = json.load(reply)
     expected = server.generate(request_of(PROMPT, 12, ignore_eos=False))
     assert "Paris" in expected.text
@@ -72,9 +72,9 @@ def test_plain_http_gives_the_text_that_grpc_gives(server: RunningServer, url: s
 
 def test_server_sent_events_joined_are_the_whole(url: str) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
+    whole = httpx.post(f"{url}/v1/completions", json=body, timeout=240.0).json()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as stream:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240.0) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in stream.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -90,7 +90,7 @@ def test_curl_streams_a_chat(url: str) -> None:
     body = json.dumps({"messages": CHAT, "max_tokens": 8, "temperature": 0, "stream": True})
     command = ["curl", "-sSN", f"{url}/v1/chat/completions", "-d", body]
     command += ["-H", "Content-Type: application/json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=True)
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
     last = json.loads(lines[-2].removeprefix("data: "))["choices"][0]
@@ -122,7 +122,7 @@ def test_a_chat_prompt_is_what_transformers_makes_of_it(url: str, demo_model: Pa
     expected = tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False
     )
-    body = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()
+    body = httpx.post(f"{url}/tokenize", json={"messages": messages}, timeout=60.0).json()
     assert body["tokens"] == list(expected)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert httpx.post(f"{url}/detokenize", json={"tokens": body["tokens"]}).json() == {
@@ -209,7 +209,7 @@ def test_a_client_that_goes_away_frees_both_caches(
     aborted = samples_of(url)["neo:request_success_total:abort"]
     body = {"prompt": PROMPT, "max_tokens": MAX_LEN, "ignore_eos": True, "stream": stream}
     if stream:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as reply:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240.0) as reply:
             next(reply.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
@@ -251,7 +251,7 @@ def test_metrics_count_what_was_served(server: RunningServer, url: str) -> None:
     server.assert_caches_end_empty()
     before = samples_of(url)
     body = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=240.0).status_code == 200
     after = samples_of(url)
     for name, more in (
         ("neo:prompt_tokens_total", 3),
@@ -270,7 +270,7 @@ def test_metrics_count_what_was_served(server: RunningServer, url: str) -> None:
     loads = server.loads()
     assert after["neo:num_preemptions_total"] == loads.num_preemptions
     assert after["neo:iterations_total:one_batch"] == loads.iterations["one_batch"]
-    assert httpx.get(f"{url}/health").status_code == 200
-    assert httpx.get(f"{url}/version").json() == {
+    assert httpx.get(f"{url}/health", timeout=60.0).status_code == 200
+    assert httpx.get(f"{url}/version", timeout=60.0).json() == {
         "version": server.stub.GetServerInfo(pb.GetServerInfoRequest()).version
     }

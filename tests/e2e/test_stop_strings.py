@@ -51,9 +51,9 @@ def said(
 
 def unary_and_streamed(server: RunningServer, body: dict[str, Any]) -> tuple[str, str]:
     url = f"http://{server.http_address}/v1/completions"
-    reply = httpx.post(url, json=body, timeout=60.0)
+    reply = httpx.post(url, json=body, timeout=240.0)
     assert reply.status_code == 200, reply.text
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60.0) as stream:
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=240.0) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     parts = [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
     return reply.json()["choices"][0]["text"], "".join(parts)

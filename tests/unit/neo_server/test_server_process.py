@@ -446,14 +446,14 @@ def test_http_drains_as_grpc_does(tiny_model: Path, tmp_path: Path, signals: int
         process.worker()
         process.until(process.address_file.exists)
         url = f"http://{process.address_file.read_text().split()[2]}"
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60.0).status_code == 200
         os.kill(process.workers[0].pid, signal.SIGSTOP)
         body = {"prompt": [1, 2], "max_tokens": 50, "seed": 3, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as stream:
             process.until(lambda: process.loads().num_running_reqs == 1)
             process.process.send_signal(signal.SIGTERM)
-            process.until(lambda: httpx.get(f"{url}/health").status_code == 503)
-            reply = httpx.post(f"{url}/v1/completions", json=body)
+            process.until(lambda: httpx.get(f"{url}/health", timeout=60.0).status_code == 503)
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
             assert reply.status_code == 503
             assert reply.json()["error"]["code"] == "service_unavailable"
             if signals == 2:
@@ -469,7 +469,7 @@ def test_http_drains_as_grpc_does(tiny_model: Path, tmp_path: Path, signals: int
         assert text == byte_level().decode(generate(3, [1, 2], 50))
         assert process.process.wait(20.0) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+            httpx.get(f"{url}/health", timeout=60.0)
     finally:
         process.close()
 
