@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from neo_native import SwapKind
 if TYPE_CHECKING:
     from neo_native import Exchange
 
+
+logger = logging.getLogger(__name__)
 
 RIDDEN_ROWS, RIDDEN_TOKENS = 32, 512  # decodes that riders are measured beside, and of each
 
@@ -170,7 +173,11 @@ class CudaProfiler(Profiler):
 
             return Measured(added)
 
-        return self._curve(make, sorted({0, 1, lead}))
+        try:
+            return self._curve(make, sorted({0, 1, lead}))
+        except TimeoutError as error:
+            logger.warning("what riders cost is not known: %s", error)
+            return None
 
     def riders(self, riders: int, lead: int, rows: int, length: int) -> Callable[[], BesideRows]:
         """Iterations of ``rows`` decodes of ``length`` tokens, with and without riders.

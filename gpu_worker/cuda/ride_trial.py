@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,8 @@ from gpu_worker.cuda.stages import Stages
 
 if TYPE_CHECKING:
     from neo_native import Exchange
+
+WATCH_S = 50e-6  # between looks at an iteration
 
 
 class Wave:
@@ -33,6 +37,7 @@ class Wave:
         self._members = np.arange(riders, dtype=np.uint32)
         self._pages = np.arange(riders) % exchange.n_pages
         self._plans = 0
+        self._last_job = 0
         layout = rides.layout
         self.groups = min(layout.stages, layout.max_rows // riders) if riders else 0  # that move
 
@@ -62,12 +67,17 @@ class Wave:
             fields["pages"][stage, :n] = self._pages
             fields["store_rows"][stage, :n] = group * layout.capacity + places
             fields["tasks"][stage, : tasks.size] = tasks.ravel()
+        self._last_job = int(fields["publishes"].max())
         self._rides.meta.copy_(torch.from_numpy(meta))
         self._plans += 1
 
     def retire(self) -> None:
         """The plan is through."""
         self._native.retire(0)
+
+    def give_up(self) -> None:
+        """Ends the waits of the plan that was announced last."""
+        self._native.ride_abort_through(self._last_job)
 
 
 @dataclass(frozen=True)
@@ -84,10 +94,12 @@ def timed(stages: Stages, native: Exchange, riders: int, shape: Shape) -> Callab
     """One iteration of each kind per call, from captured graphs; ``riders``: of each group.
 
     ``shape`` has places for riders. The metadata of its other rows is in place, behind these. The
-    other iteration has as many rows, so that both multiply the same matrices.
+    other iteration has as many rows, so that both multiply the same matrices. Raises
+    ``TimeoutError`` where the cpu workers do not do their part.
     """
-    rides = stages.buffers.rides
+    rides, exchange = stages.buffers.rides, stages.exchange
     assert rides is not None
+    assert exchange is not None
     rides.meta.copy_(torch.from_numpy(rides.layout.blank))
     with_riders = captured(lambda: stages.forward([shape]))
     without = captured(lambda: stages.forward([replace(shape, lead=0)]))
@@ -95,9 +107,10 @@ def timed(stages: Stages, native: Exchange, riders: int, shape: Shape) -> Callab
 
     def ride() -> float:
         wave.advance()
-        seconds = replayed(with_riders)
-        wave.retire()
-        return seconds
+        try:
+            return replayed(with_riders, exchange.timeout_s, wave.give_up)
+        finally:
+            wave.retire()
 
     def run() -> BesideRows:
         riding = ride()
@@ -119,11 +132,19 @@ def captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds on the device."""
+def replayed(
+    graph: torch.cuda.CUDAGraph, patience_s: float = inf, give_up: Callable[[], None] | None = None
+) -> float:
+    """Seconds on the device. Raises ``TimeoutError`` where it took ``give_up`` to end it."""
     begin, end = Event(), Event()
     begin.record()
     graph.replay()
     end.record()
-    end.synchronize()
+    stop = time.perf_counter() + patience_s
+    while not end.query():
+        if give_up is not None and time.perf_counter() > stop:
+            give_up()
+            end.synchronize()
+            raise TimeoutError(f"riders' attention was not done in {patience_s:g} s")
+        time.sleep(WATCH_S)
     return begin.elapsed_time(end) * 1e-3

@@ -413,7 +413,7 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
         launched.extend(shapes)
         forward(shapes)
 
-    def seconds(enqueue: Callable[[], None]) -> float:
+    def seconds(enqueue: Callable[[], None], *_: object) -> float:
         enqueue()
         return 1.0 + launched[-1].lead
 
@@ -434,3 +434,16 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
     assert fields["row_tokens"][:2].tolist() == [PLACES, PLACES + 1]
     assert fields["row_lens"][:2].tolist() == [8, 8]
     assert device.native.ride_progress() > 0
+
+
+def test_a_wave_that_is_measured_ends_without_cpu_workers(make: tuple[Rig, Make]) -> None:
+    device = make[1](padded)
+    wave = Wave(device.stages, device.native, 1)
+    for plan in range(2):
+        wave.advance()
+        if plan:
+            wave.give_up()
+        with torch.inference_mode():
+            device.stages.forward([Shape(0, PLACES + 1, 0, lead=PLACES)])
+        wave.retire()
+        assert device.stages.buffers.rides_voided.any() == (plan > 0)
