@@ -232,7 +232,8 @@ class DeviceExchange:
     def warm_up(self, blocks: Tensor, staging: Tensor) -> None:
         """Compiles the copies, by moving one token out and back, and in for a later chunk."""
         one = np.zeros(1, np.int32)
-        for kind, to in ((SwapKind.OUT, blocks), (SwapKind.IN, blocks), (SwapKind.IN, staging)):
+        moves = (SwapKind.OUT, blocks), (SwapKind.IN, blocks), (SwapKind.IN, staging[:1])
+        for kind, to in moves:
             self.swap(to, HostSwap(kind, 0, 1, one, one))
 
     def copy_pages(
