@@ -245,7 +245,7 @@ def serve(sizes: Sizes, seed: int, graphs: float, done_rate: float = 0.3) -> Ser
     """Some requests from begin to end. ``graphs``: share of iterations that a graph runs."""
     draw = random.Random(seed)
     policies._random.seed(seed)
-    simulation = Simulation(sizes, seed=seed)
+    simulation = Simulation(sizes, seed=seed, void_rate=0.02)
     streams = RecordedStreams(draw, done_rate)
     RecordedEvent.streams = streams
     limits = limits_of(sizes)
