@@ -17,7 +17,8 @@ from gpu_worker.cuda.chunks import ChunkLoads
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.host_memory import MappedSegment
 from gpu_worker.cuda.page_copies import copy_pages_kernel
-from gpu_worker.cuda.plan import HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.rides import announced as rides_announced
 from gpu_worker.cuda.spans import (
     ROWS,

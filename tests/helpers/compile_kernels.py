@@ -34,7 +34,8 @@ from gpu_worker.cuda import exchange as exchange_module
 from gpu_worker.cuda.buckets import Buckets, Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import CpuChunk, HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import CpuChunk, HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES

@@ -20,7 +20,8 @@ from torch import Tensor
 from gpu_worker.cuda import executor as executor_module
 from gpu_worker.cuda.chunks import ChunkLoads
 from gpu_worker.cuda.copies import PARTS, Copies
-from gpu_worker.cuda.plan import HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.spans import ROWS, HostSwap, SpanTable, SpanUploads, span_table, table_size
 from gpu_worker.cuda.streams import Lane
 from gpu_worker.plan_check import PlanLimits
