@@ -44,7 +44,7 @@ class CopyingDevice(Device):
     copies: Copies | None = None
 
     def run(self, step: Any) -> Any:
-        stages = self._stages
+        stages = self.stages
         if self.copies is None:
             self.copies = self.exchange.copies(stages.cache.blocks, 2)
         plan = self._reader.read(step)

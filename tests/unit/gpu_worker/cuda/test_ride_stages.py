@@ -137,7 +137,7 @@ class Device:
             10.0,
             CPU,  # type: ignore[arg-type]
         )
-        self._stages = Stages(rig.model, cache, self._buffers, self.exchange, MAX_LEN)
+        self.stages = Stages(rig.model, cache, self._buffers, self.exchange, MAX_LEN)
         self._shape_of = shape_of
         self._void = VoidRiders(self._reader.ride_layout)
         self._workers: list[native.AttentionWorker] = []
@@ -167,7 +167,7 @@ class Device:
             assert buffers.rides is not None
             buffers.rides.meta.copy_(torch.from_numpy(plan.rides.meta))
         with torch.inference_mode():
-            self._stages.forward([self._shape_of(batch) for batch in plan.batches])
+            self.stages.forward([self._shape_of(batch) for batch in plan.batches])
         if has_cpu:
             self.exchange.retire(plan)
         lost = np.zeros(len(plan.slots), np.bool_)
