@@ -47,11 +47,16 @@ def rows_of(trace: dict[str, Any], low: int, high: int) -> dict[str, list[Event]
     mine = [s for s in mine if low <= s["args"]["layer"] < high]
     begin = min(span["ts"] for span in mine)
     end = max(span["ts"] + span["dur"] for span in mine)
+    copies = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name" and event["args"]["name"].startswith("copies")
+    }
     rows: dict[str, list[Event]] = {}
     for span in mine:
         if span["name"] != "swap" or span["dur"] > (end - begin) / 1000:
-            channel = span["args"].get("channel", 0)
-            rows.setdefault(f"gpu worker\nbatch-{channel}", []).append(span)
+            row = f"gpu worker\nbatch-{span['args'].get('channel', 0)}"
+            rows.setdefault(copies.get((span["pid"], span["tid"]), row), []).append(span)
     threads = {
         (event["pid"], event["tid"]): i
         for i, event in enumerate(

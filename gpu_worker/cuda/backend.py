@@ -13,7 +13,8 @@ from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.executor import CudaExecutor
 from gpu_worker.cuda.graphs import Graphs
-from gpu_worker.cuda.plan import CpuChunk, HostPlanReader
+from gpu_worker.cuda.plan import CpuChunk
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.errors import DeviceError

@@ -17,7 +17,8 @@ from gpu_worker.cuda.chunks import ChunkLoads
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.host_memory import MappedSegment
 from gpu_worker.cuda.page_copies import copy_pages_kernel
-from gpu_worker.cuda.plan import HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.rides import announced as rides_announced
 from gpu_worker.cuda.spans import (
     ROWS,
@@ -232,7 +233,8 @@ class DeviceExchange:
     def warm_up(self, blocks: Tensor, staging: Tensor) -> None:
         """Compiles the copies, by moving one token out and back, and in for a later chunk."""
         one = np.zeros(1, np.int32)
-        for kind, to in ((SwapKind.OUT, blocks), (SwapKind.IN, blocks), (SwapKind.IN, staging)):
+        moves = (SwapKind.OUT, blocks), (SwapKind.IN, blocks), (SwapKind.IN, staging[:1])
+        for kind, to in moves:
             self.swap(to, HostSwap(kind, 0, 1, one, one))
 
     def copy_pages(

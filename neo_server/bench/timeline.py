@@ -27,6 +27,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Event = dict[str, Any]
 
+# The device's copies run beside its stages: tracks of their own, behind those of all lanes.
+COPY_TID = 1 << 16
+COPIES = ("out", "in")  # by channel of the span
+
 # What of a span's fields says something, by kind.
 _STAGE = ("plan_id", "layer", "channel")
 _ARGUMENTS = {
@@ -118,13 +122,21 @@ def _lane_events(lane: RecordedLane) -> Iterator[Event]:
     else:
         process, thread = "gpu_worker", "device" if lane.index == DEVICE_LANE else "host"
     yield from _names(lane.pid, lane.index, process, thread, 1 + lane.index)
+    copied: set[int] = set()
     for span in lane.spans:
-        kind = SpanKind(int(span["kind"]))
+        kind, tid = SpanKind(int(span["kind"])), lane.index
+        if kind is SpanKind.SWAP and lane.index == DEVICE_LANE:
+            direction = int(span["channel"])
+            tid = COPY_TID + direction
+            if direction not in copied:
+                copied.add(direction)
+                name = f"copies {COPIES[direction]}"
+                yield from _names(lane.pid, tid, process, name, 1 + lane.index)
         fields = _ARGUMENTS.get(kind, _STAGE)
         arguments = {name: int(span[name]) for name in fields}
         begin, end = int(span["begin_ns"]), int(span["end_ns"])
         category = "cpu" if kind is SpanKind.ATTEND else "gpu"
-        yield _complete(kind.name.lower(), category, lane.pid, lane.index, begin, end, arguments)
+        yield _complete(kind.name.lower(), category, lane.pid, tid, begin, end, arguments)
 
 
 def _complete(

@@ -17,7 +17,8 @@ from gpu_worker import ops
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel

@@ -34,7 +34,8 @@ from gpu_worker.cuda import exchange as exchange_module
 from gpu_worker.cuda.buckets import Buckets, Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import CpuChunk, HostPlanReader
+from gpu_worker.cuda.plan import CpuChunk, HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
@@ -172,6 +173,7 @@ def serve(stages: Stages, plans: int) -> None:
     draw = np.random.default_rng(0)
     exchange = stages.exchange
     assert exchange is not None
+    copies = exchange.copies(stages.cache.blocks, 2)
     for _ in range(plans):
         shapes = []
         for channel in range(int(draw.integers(1, 3))):
@@ -187,8 +189,10 @@ def serve(stages: Stages, plans: int) -> None:
         stages.forward(shapes)
         n = int(draw.integers(1, LEN))
         blocks, pages = (np.zeros(-(-n // size), np.int32) for size in (BLOCK, PAGE))
-        for kind in (SwapKind.OUT, SwapKind.IN):
-            exchange.swap(stages.cache.blocks, HostSwap(kind, 0, n, blocks, pages))
+        swaps = tuple(HostSwap(kind, 0, n, blocks, pages) for kind in (SwapKind.OUT, SwapKind.IN))
+        no_rows = SimpleNamespace(swaps=swaps, batches=(), slots=np.empty(0, np.uint32))
+        copies.start(cast(HostPlan, no_rows))
+        copies.finish(cast(HostPlan, no_rows))
 
 
 def main() -> None:

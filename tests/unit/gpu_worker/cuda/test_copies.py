@@ -20,7 +20,8 @@ from torch import Tensor
 from gpu_worker.cuda import executor as executor_module
 from gpu_worker.cuda.chunks import ChunkLoads
 from gpu_worker.cuda.copies import PARTS, Copies
-from gpu_worker.cuda.plan import HostPlan, HostPlanReader
+from gpu_worker.cuda.plan import HostPlan
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.spans import ROWS, HostSwap, SpanTable, SpanUploads, span_table, table_size
 from gpu_worker.cuda.streams import Lane
 from gpu_worker.plan_check import PlanLimits
@@ -245,7 +246,7 @@ def serve(sizes: Sizes, seed: int, graphs: float, done_rate: float = 0.3) -> Ser
     """Some requests from begin to end. ``graphs``: share of iterations that a graph runs."""
     draw = random.Random(seed)
     policies._random.seed(seed)
-    simulation = Simulation(sizes, seed=seed)
+    simulation = Simulation(sizes, seed=seed, void_rate=0.02)
     streams = RecordedStreams(draw, done_rate)
     RecordedEvent.streams = streams
     limits = limits_of(sizes)

@@ -29,8 +29,6 @@ from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, TOLERANCE, Device
 
 __all__ = ["interpretable"]  # a fixture of every test
 
-PROMPT = 11
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
@@ -46,7 +44,7 @@ class CopyingDevice(Device):
     copies: Copies | None = None
 
     def run(self, step: Any) -> Any:
-        stages = self._stages
+        stages = self.stages
         if self.copies is None:
             self.copies = self.exchange.copies(stages.cache.blocks, 2)
         plan = self._reader.read(step)
@@ -97,31 +95,24 @@ def test_prefills_and_decodes_beside_a_second_batch_of_cpu_decodes(
     shape_of: Any, model: Any
 ) -> None:
     both, tokens = Both(model[0], shape_of), model[1]
-    prompts = [
-        Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:PROMPT]),
-        *(Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:5]) for s in (1, 2)),
-    ]
-    both.compare(prompts)
+    prompts = [Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:4]) for s in (1, 2)]
+    both.compare([Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:4]), *prompts])
     first = [
         Row(3, RowKind.PREFILL_GPU, 0, tokens[3][:7]),
         Row(4, RowKind.PREFILL_CPU, 0, tokens[4][:6]),
-        Row(0, RowKind.DECODE_GPU, PROMPT, [tokens[0][PROMPT]]),
-        Row(1, RowKind.DECODE_CPU, 5, [tokens[1][5]]),
+        Row(0, RowKind.DECODE_GPU, 4, [tokens[0][4]]),
+        Row(1, RowKind.DECODE_CPU, 4, [tokens[1][4]]),
     ]
-    both.compare(first, [Row(2, RowKind.DECODE_CPU, 5, [tokens[2][5]])])
-    following = [Row(s, RowKind.DECODE_CPU, n, [tokens[s][n]]) for s, n in ((1, 6), (2, 6))]
-    both.compare([Row(3, RowKind.DECODE_GPU, 7, [tokens[3][7]])], following)
+    both.compare(first, [Row(2, RowKind.DECODE_CPU, 4, [tokens[2][4]])])
     both.close()
 
 
-def moved_twice(both: Both, tokens: list[list[int]]) -> None:
+def moved(both: Both, tokens: list[list[int]]) -> None:
     """Out and in again, each in the plan that needs it at once; two sequences at a time."""
-    prompt = 19  # two groups of 16 tokens, two pages
+    prompt = 17  # two groups of tokens, three blocks, two pages
     both.compare([Row(s, RowKind.PREFILL_GPU, 0, tokens[s][:prompt]) for s in (0, 1)])
-    for i, (kind, row) in enumerate(
-        ((SwapKind.OUT, RowKind.DECODE_CPU), (SwapKind.IN, RowKind.DECODE_GPU)) * 2
-    ):
-        at = prompt + i
+    moves = (SwapKind.OUT, RowKind.DECODE_CPU), (SwapKind.IN, RowKind.DECODE_GPU)
+    for at, (kind, row) in enumerate(moves, prompt):
         rows = [Row(s, row, at, [tokens[s][at]]) for s in (0, 1)]
         both.compare(rows, swaps=[(s, kind, at) for s in (0, 1)])
 
@@ -129,19 +120,16 @@ def moved_twice(both: Both, tokens: list[list[int]]) -> None:
 @pytest.mark.parametrize("fields", [{}, {"kv_dtype": 3}], ids=["as computed", "int8"])
 def test_swapped_sequences_go_on_at_once(fields: dict[str, int], model: Any) -> None:
     both = Both(model[0], Shape.of, **fields)
-    moved_twice(both, model[1])
+    moved(both, model[1])
     both.close()
 
 
 def test_later_chunks_attend_over_what_the_chunks_before_left(model: Any) -> None:
     both, tokens = Both(model[0], Shape.of), model[1]
     both.compare([Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:9])])
-    for start, end in ((0, 5), (5, 18), (18, 40)):
-        rows = [
-            Row(s, RowKind.PREFILL_CPU, start, tokens[s][start:end], sample=end == 40 or s == 1)
-            for s in (1, 2)
-        ]
-        both.compare(rows)
+    for start, end in ((0, 5), (5, 18), (18, 24)):
+        slots = (1, 2) if end < 24 else (1,)
+        both.compare([Row(s, RowKind.PREFILL_CPU, start, tokens[s][start:end]) for s in slots])
     both.compare(  # what was swapped out in this very plan
         [Row(0, RowKind.PREFILL_CPU, 9, tokens[0][9:15])], swaps=[(0, SwapKind.OUT, 9)]
     )

@@ -25,7 +25,7 @@ if torch.cuda.is_available():
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.drawing import Drawing
-from gpu_worker.cuda.plan import HostPlanReader
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.kv_pool import GpuCache
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.cuda.plan import TILE_Q, HostBatch, HostPlan, HostPlanReader, MetaLayout
+from gpu_worker.cuda.plan import TILE_Q, HostBatch, HostPlan, MetaLayout
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.errors import BadPlanError
 from gpu_worker.plan_check import UNKNOWN_TOKEN, PlanLimits
 from neo_native import RowKind, SwapKind

@@ -43,7 +43,8 @@ from gpu_worker.cuda import exchange as device_exchange  # noqa: E402
 from gpu_worker.cuda import handoff, ride_kernel, ride_trial  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
-from gpu_worker.cuda.plan import HostBatch, HostPlanReader  # noqa: E402
+from gpu_worker.cuda.plan import HostBatch  # noqa: E402
+from gpu_worker.cuda.plan_reader import HostPlanReader  # noqa: E402
 from gpu_worker.cuda.profiler import CudaProfiler  # noqa: E402
 from gpu_worker.cuda.ride_trial import Wave  # noqa: E402
 from gpu_worker.cuda.rides import VoidRiders  # noqa: E402

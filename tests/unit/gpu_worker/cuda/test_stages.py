@@ -23,7 +23,8 @@ if torch.cuda.is_available():
 
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
 from gpu_worker.cuda.buffers import Buffers
-from gpu_worker.cuda.plan import HostBatch, HostPlanReader
+from gpu_worker.cuda.plan import HostBatch
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.kv_pool import GpuCache
 

@@ -15,8 +15,9 @@ if torch.cuda.is_available():
 from gpu_worker.cuda import timeline as cuda_timeline
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
-from gpu_worker.cuda.plan import HostPlanReader
+from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
+from gpu_worker.cuda.streams import Lane
 from gpu_worker.cuda.timeline import DeviceRecorder
 from gpu_worker.kv_pool import GpuCache
 from neo_native import RowKind
@@ -75,6 +76,10 @@ def test_every_stage_of_a_recorded_plan_is_between_two_events(tmp_path: Path) ->
     assert torch.equal(buffers.logits[0, :1], plain)
     recorder.write(7, recorder.stages.take(), begin, end, 0)
     assert recorder.stages.take() == []
+    with recorder.marked_copy(Lane.IN, 2):
+        pass
+    (copied,) = recorder.stages.take()
+    assert (copied.kind, copied.layer, copied.channel) == (SpanKind.SWAP, 2, 1)
 
     (lane,) = timeline.recorded()
     assert lane.index == DEVICE_LANE

@@ -122,3 +122,23 @@ def test_lanes_of_cpu_threads_are_named_by_worker_and_thread() -> None:
     named = {event["name"]: event["args"] for event in events if event["pid"] == 77}
     assert named["process_name"] == {"name": "cpu worker 4"}
     assert named["thread_name"] == {"name": "thread 2"}
+
+
+def test_copies_of_the_device_have_tracks_of_their_own(recording: Recording) -> None:
+    host, device = (recording.timeline.lane(i) for i in (HOST_LANE, DEVICE_LANE))
+    host.add(SpanKind.SWAP, 10, 20)
+    device.add(SpanKind.LINEAR, 10, 40, channel=1)
+    for direction in (1, 0, 1):
+        device.add(SpanKind.SWAP, 20, 30, layer=8, channel=direction)
+    trace = trace_of(recording.timeline.recorded(), [])
+    check_schema(trace)
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    tracks = [
+        (event["name"], names[event["tid"]]) for event in trace["traceEvents"] if event["ph"] == "X"
+    ]
+    copies = [("swap", f"copies {way}") for way in ("in", "out", "in")]
+    assert tracks == [("swap", "host"), ("linear", "device"), *copies]
