@@ -121,8 +121,9 @@ def test_the_noise_is_the_hash_of_seed_position_and_token() -> None:
         assert noise[0, token].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_row_draws_the_same_in_any_batch() -> None:
-    """Whatever stands beside it, and wherever it stands."""
+@pytest.mark.parametrize("at_a_time", [1, 5, 1000])
+def test_a_row_draws_the_same_in_any_batch(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands beside it, wherever it stands, and however many rows are taken at a time."""
     generator = torch.Generator().manual_seed(5)
     rows, vocab = 24, 3000
     logits = torch.randn(rows, vocab, generator=generator)
@@ -137,6 +138,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         min_p=draw.choice([0.0, 0.1], rows),
     )
     together, logprobs = sample(logits, columns)
+    monkeypatch.setattr(sampler, "PART_BYTES", at_a_time * vocab * logits.element_size())
     for _ in range(5):
         subset = draw.permutation(rows)[: draw.integers(1, rows)]
         tokens, part = sample(logits[subset], columns.take(subset))
