@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_worker import sampler
 from gpu_worker.sampler import SamplingParams, exponential_noise, sample
@@ -144,6 +145,30 @@ def test_a_row_draws_the_same_in_any_batch(at_a_time: int, monkeypatch: pytest.M
         tokens, part = sample(logits[subset], columns.take(subset))
         assert torch.equal(tokens, together[subset])
         assert torch.equal(part, logprobs[subset])
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operation gave, in elements."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.size = max(self.size, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_nothing_that_sampling_allocates_grows_with_the_rows(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, vocab, at_a_time = 100, 500, 4
+    monkeypatch.setattr(sampler, "PART_BYTES", at_a_time * vocab * 4)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))
+    with Largest() as largest:
+        sample(logits, params(rows, top_p=top_p))
+    assert 0 < largest.size <= at_a_time * vocab
 
 
 def test_another_position_or_seed_draws_other_noise() -> None:
