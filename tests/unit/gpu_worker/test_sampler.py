@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_worker import sampler
 from gpu_worker.sampler import SamplingParams, exponential_noise, sample
@@ -121,8 +122,9 @@ def test_the_noise_is_the_hash_of_seed_position_and_token() -> None:
         assert noise[0, token].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_row_draws_the_same_in_any_batch() -> None:
-    """Whatever stands beside it, and wherever it stands."""
+@pytest.mark.parametrize("at_a_time", [1, 5, 1000])
+def test_a_row_draws_the_same_in_any_batch(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands beside it, wherever it stands, and however many rows are taken at a time."""
     generator = torch.Generator().manual_seed(5)
     rows, vocab = 24, 3000
     logits = torch.randn(rows, vocab, generator=generator)
@@ -137,11 +139,36 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         min_p=draw.choice([0.0, 0.1], rows),
     )
     together, logprobs = sample(logits, columns)
+    monkeypatch.setattr(sampler, "PART_BYTES", at_a_time * vocab * logits.element_size())
     for _ in range(5):
         subset = draw.permutation(rows)[: draw.integers(1, rows)]
         tokens, part = sample(logits[subset], columns.take(subset))
         assert torch.equal(tokens, together[subset])
         assert torch.equal(part, logprobs[subset])
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operation gave, in elements."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.size = max(self.size, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_nothing_that_sampling_allocates_grows_with_the_rows(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, vocab, at_a_time = 100, 500, 4
+    monkeypatch.setattr(sampler, "PART_BYTES", at_a_time * vocab * 4)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))
+    with Largest() as largest:
+        sample(logits, params(rows, top_p=top_p))
+    assert 0 < largest.size <= at_a_time * vocab
 
 
 def test_another_position_or_seed_draws_other_noise() -> None:
