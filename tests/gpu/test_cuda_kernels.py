@@ -383,10 +383,6 @@ def test_a_later_chunk_of_a_cpu_prefill_attends_over_its_pages(offloading: Kerne
     _, shape = r.upload(rows)
     assert shape.cpu_chunks == (CpuChunk(5, 150, 1, 2),)
     q, k, v = peaked(r, 100)
-    assert r.stages._loads is not None
-    r.stages._loads.begin(shape.cpu_chunks, LAYER + 1)
-    for layer in range(LAYER):
-        r.stages.attend(shape, layer)
     found = run_attention(r, shape, 100)
     k_then, v_then = wanted[LAYER]
     own = slice(30, 100)

@@ -7,18 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.prompts import PROMPTS
+from tests.helpers.placements import FEW_GRAPHS, ROOMY
 from tests.helpers.reference import Reference
 from tests.helpers.server import request_of, running_server
 
 NEW_TOKENS = 24
-FLAGS = (
-    "--max-model-len",
-    "1024",
-    "--num-gpu-blocks-override",
-    "1024",
-    "--kv-offloading-size",
-    "1",
-)
+FLAGS = ("--max-model-len", "1024", *ROOMY, *FEW_GRAPHS)
 
 
 @pytest.fixture(scope="module")

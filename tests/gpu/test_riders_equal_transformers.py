@@ -1,4 +1,4 @@
-"""Riders with the gpu worker on CUDA: in its graphs, and launched one by one."""
+"""Riders that come and go one after the other, with the gpu worker on CUDA."""
 
 from __future__ import annotations
 
@@ -15,23 +15,9 @@ def reference(demo_model: Path) -> Reference:
     return Reference(demo_model, "cuda")
 
 
-@pytest.mark.parametrize(
-    ("policy", "arguments"),
-    [
-        pytest.param("piggyback", (), id="nothing but riders"),
-        pytest.param(BESIDE_GPU, (), id="beside GPU-requests"),
-        pytest.param(RIDE_CHURN, (), id="with moves and preemptions"),
-        pytest.param(BESIDE_GPU, ("--enforce-eager",), id="one by one"),
-    ],
-)
-def test_tokens_of_riders_equal_transformers_on_cuda(
-    policy: str,
-    arguments: tuple[str, ...],
-    demo_model: Path,
-    reference: Reference,
-    tmp_path: Path,
+@pytest.mark.parametrize("policy", [BESIDE_GPU, RIDE_CHURN])
+def test_tokens_of_riders_that_join_leave_and_move_equal_transformers_on_cuda(
+    policy: str, demo_model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     few = ("--max-num-seqs", "16", "--no-profile")  # fewer graphs: a quicker start
-    check_tokens_of_riders(
-        policy, demo_model, reference, tmp_path, (*few, *arguments), device="cuda"
-    )
+    check_tokens_of_riders(policy, demo_model, reference, tmp_path, few, device="cuda")
