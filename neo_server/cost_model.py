@@ -7,7 +7,7 @@ GPU and on the CPU). A policy asks for times of aggregates (``Load``), never of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from neo_native import RowKind
@@ -68,22 +68,24 @@ class Load:
 
     def with_cpu(self, rows: float, tokens: float) -> Load:
         """With that many CPU decodes more."""
-        return replace(
-            self,
-            tokens=self.tokens + rows,
-            cpu_rows=self.cpu_rows + rows,
-            cpu_tokens=self.cpu_tokens + tokens,
-            sampled=self.sampled + rows,
+        return Load(
+            *(self.tokens + rows, self.pairs, self.gpu_rows, self.gpu_tokens),
+            *(self.cpu_rows + rows, self.cpu_tokens + tokens, self.moved, self.sampled + rows),
         )
 
     def with_prefill(self, n_new: int, start: int, *, moved: bool, last: bool) -> Load:
         """With a chunk more."""
-        return replace(
-            self,
-            tokens=self.tokens + n_new,
-            pairs=self.pairs + pairs_of(n_new, start),
-            moved=self.moved + (n_new if moved else 0),
-            sampled=self.sampled + last,
+        return Load(
+            *(self.tokens + n_new, self.pairs + pairs_of(n_new, start)),
+            *(self.gpu_rows, self.gpu_tokens, self.cpu_rows, self.cpu_tokens),
+            *(self.moved + (n_new if moved else 0), self.sampled + last),
+        )
+
+    def with_riders(self, tokens: float, sampled: float) -> Load:
+        """With riders' rows in every linear stage, on average, and those of the last one."""
+        return Load(
+            *(self.tokens + tokens, self.pairs, self.gpu_rows, self.gpu_tokens),
+            *(self.cpu_rows, self.cpu_tokens, self.moved, self.sampled + sampled),
         )
 
 
@@ -175,23 +177,18 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
     seconds += ride_handoffs(cost, ride)
-    if ride.groups:
-        seconds = max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens))
     moved = sum(load.moved for load in loads)
     if moved:
         transfer = layers * cost.transfer(moved)
         seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
-    return seconds + cost.head(sum(load.sampled for load in loads))
+    seconds += cost.head(sum(load.sampled for load in loads))
+    return max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
 
 
 def joined(loads: Sequence[Load], ride: Ride, layers: int) -> list[Load]:
     """``loads`` with the riders' linear work in equal parts in every stage of the first."""
     first, *others = list(loads) or [Load()]
-    share = ride.riders / (layers + 1)
-    return [
-        replace(first, tokens=first.tokens + share, sampled=first.sampled + ride.sampled),
-        *others,
-    ]
+    return [first.with_riders(ride.riders / (layers + 1), ride.sampled), *others]
 
 
 def load_of(rows: Rows, seqs: Seqs) -> Load:

@@ -114,6 +114,41 @@ def load_hardware(name: str) -> Hardware:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rates:
+    """Seconds, of a layer where not said otherwise: worked out once, since plans ask often."""
+
+    weights_s: float  # to read them
+    linear_s: float  # of a token
+    pair_s: float  # of a query-key pair
+    gpu_token_s: float  # of K and V read
+    cpu_token_s: float
+    handed_row_s: float
+    moved_token_s: float
+    vocab_s: float  # to read the head's weights, once an iteration
+    logits_s: float  # of a row, once an iteration
+
+    @staticmethod
+    def of(cost: RooflineCost) -> _Rates:
+        """Bytes over bandwidths, operations over FLOP/s."""
+        hardware, model, share = cost.hardware, cost.model, cost.efficiency
+        flops = hardware.gpu_tflops * 1e12 * share.gpu_flops
+        bandwidth = hardware.gpu_bandwidth_gbs * 1e9 * share.gpu_bandwidth
+        cpu = hardware.cpu_bandwidth_gbs * 1e9 * share.cpu_bandwidth
+        pcie = hardware.pcie_gbs * 1e9 * share.pcie_bandwidth
+        handed = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * model.itemsize
+        cached = model.kv_bytes * cost.kv_scale
+        return _Rates(
+            model.layer_parameters * model.itemsize / bandwidth,
+            2.0 * model.layer_parameters / flops,
+            4.0 * model.heads * model.head_dim / flops,
+            model.kv_bytes / bandwidth,
+            *(cached / cpu, handed / pcie, cached / pcie),
+            model.vocab * model.hidden * model.itemsize / bandwidth,
+            2.0 * model.vocab * model.hidden / flops,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RooflineCost:
     """``CostModel`` for one model on one machine."""
 
@@ -122,6 +157,10 @@ class RooflineCost:
     efficiency: Efficiency = field(default_factory=Efficiency)
     kv_scale: float = 1.0  # bytes of the CPU-cache against the GPU's: 0.5 for int8
     has_cpu_workers: bool = True
+    _rates: _Rates = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rates", _Rates.of(self))
 
     @property
     def num_layers(self) -> int:
@@ -133,39 +172,25 @@ class RooflineCost:
         """Copies run on their own stream."""
         return True
 
-    @property
-    def _flops(self) -> float:
-        return self.hardware.gpu_tflops * 1e12 * self.efficiency.gpu_flops
-
-    @property
-    def _bandwidth(self) -> float:
-        return self.hardware.gpu_bandwidth_gbs * 1e9 * self.efficiency.gpu_bandwidth
-
     def linear(self, tokens: float) -> float:
         """Weights read once, or two operations per weight and token."""
-        weights = self.model.layer_parameters
-        return max(weights * self.model.itemsize / self._bandwidth,
-                   2.0 * weights * tokens / self._flops)  # fmt: skip
+        return max(self._rates.weights_s, self._rates.linear_s * tokens)
 
     def prefill_attn(self, pairs: float) -> float:
         """Two products over each pair."""
-        return 4.0 * pairs * self.model.heads * self.model.head_dim / self._flops
+        return self._rates.pair_s * pairs
 
     def gpu_attn(self, rows: float, tokens: float) -> float:
         """K and V read once."""
-        return tokens * self.model.kv_bytes / self._bandwidth
+        return self._rates.gpu_token_s * tokens
 
     def cpu_attn(self, rows: float, tokens: float) -> float:
         """K and V read once, from host memory."""
-        if not self.has_cpu_workers:
-            return float("inf")
-        rate = self.hardware.cpu_bandwidth_gbs * 1e9 * self.efficiency.cpu_bandwidth
-        return tokens * self.model.kv_bytes * self.kv_scale / rate
+        return self._rates.cpu_token_s * tokens if self.has_cpu_workers else float("inf")
 
     def handoff(self, rows: float) -> float:
         """Signalling, and Q, K, V out and O back over PCIe."""
-        width = (2 * self.model.heads + 2 * self.model.kv_heads) * self.model.head_dim
-        return self.hardware.handoff_us * 1e-6 + rows * width * self.model.itemsize / self._pcie
+        return self.hardware.handoff_us * 1e-6 + self._rates.handed_row_s * rows
 
     def ride_handoff(self, rows: float) -> float:
         """The same; what empty groups cost is not modelled."""
@@ -173,18 +198,14 @@ class RooflineCost:
 
     def transfer(self, tokens: float) -> float:
         """K and V over PCIe."""
-        return tokens * self.model.kv_bytes * self.kv_scale / self._pcie
+        return self._rates.moved_token_s * tokens
 
     def head(self, sampled: float) -> float:
         """Logits, and what every iteration costs."""
-        weights = self.model.vocab * self.model.hidden
-        logits = max(weights * self.model.itemsize / self._bandwidth,
-                     2.0 * weights * sampled / self._flops)  # fmt: skip
-        return self.hardware.overhead_ms * 1e-3 + (logits if sampled else 0.0)
-
-    @property
-    def _pcie(self) -> float:
-        return self.hardware.pcie_gbs * 1e9 * self.efficiency.pcie_bandwidth
+        fixed = self.hardware.overhead_ms * 1e-3
+        if not sampled:
+            return fixed
+        return fixed + max(self._rates.vocab_s, self._rates.logits_s * sampled)
 
     def with_cpu_bandwidth(self, factor: float) -> RooflineCost:
         """The same machine with another CPU."""
