@@ -87,5 +87,8 @@ class Riders:
 
 
 def group_capacity(num_groups: int, max_num_seqs: int) -> int:
-    """Places of a group with which every sequence may ride at once."""
-    return max(-(-max_num_seqs // num_groups), _LEAST_CAPACITY)
+    """Places of a group with which every sequence may ride at once in half of the groups.
+
+    Each group in use costs a hand-off in every iteration, so few full ones are better than many.
+    """
+    return max(-(-2 * max_num_seqs // num_groups), _LEAST_CAPACITY)

@@ -25,6 +25,8 @@ _LASTS = 4
 _SWITCH_GAIN = 1.1
 # A CPU-request stays for all its tokens, while the load around it changes.
 _LASTING_GAIN = 1.05
+# Tokens for which a rider rides, at a guess.
+_STAYS = 16
 # Riders' attention takes this share of the iteration at most: what is late delays GPU rows too.
 _HIDDEN = 0.95
 
@@ -158,13 +160,37 @@ def _rides(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) 
     if least:
         seconds, score = wave(least, queue.ride_tokens)
         yield Choice(riders=least, seconds=seconds, score=score)
-    now = _fitting(cost, most, queue.ride_tokens, 0, _HIDDEN * alone)
-    if now > least:
+    now = _hidden_riders(view, cost, alone, most, queue.ride_tokens)
+    waits = _waits(view, cost, worth, queue)
+    if waits:
+        now = min(now, least)
+    if now > least or (waits and least):
         places = view.ride_groups * view.ride_capacity
-        full = _fitting(cost, min(queue.count, places), queue.tokens, 0, _HIDDEN * alone)
+        full = _hidden_riders(view, cost, alone, min(queue.count, places), queue.tokens)
         _, score = wave(max(full, now), queue.tokens)
+        now = max(now, least)
         seconds, _ = wave(now, queue.ride_tokens)
         yield Choice(riders=now, seconds=seconds, score=score)
+
+
+def _waits(view: View, cost: CostModel, worth: Worth, queue: Queue) -> bool:
+    """Those that may start had better wait for groups on their way that have places for them.
+
+    That costs each of them half a token or so, once; a group of their own costs a hand-off in
+    every iteration for as long as they ride.
+    """
+    few = min(queue.starters, queue.places + 1)
+    if queue.due or few > queue.places or queue.starters >= view.ride_capacity:
+        return False
+    return worth.token * queue.starters / 2 < _STAYS * view.ride_groups * cost.handoff(0)
+
+
+def _hidden_riders(view: View, cost: CostModel, alone: float, most: int, tokens: TokensOf) -> int:
+    """Riders whose attention an iteration hides that takes ``alone`` and their hand-offs."""
+    least = _fitting(cost, most, tokens, 0, _HIDDEN * alone)
+    full = least // max(view.ride_capacity, 1)
+    handoffs = full * cost.handoff(view.ride_capacity)
+    return _fitting(cost, most, tokens, 0, _HIDDEN * (alone + handoffs))
 
 
 def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int) -> float:
@@ -255,9 +281,15 @@ def _growing(present: int, most: int) -> Iterator[int]:
 def _waves(
     view: View, cost: CostModel, base: Load, mean: float, present: int, most: int
 ) -> set[int]:
-    """Crowds that ride: as many as the CPU serves, and fewer. A few may not pay for hand-offs."""
+    """Crowds that ride: as many as the CPU serves, and fewer, in full groups.
+
+    A few may not pay for their hand-offs; a group that is not full costs as much as a full one.
+    """
     if Mode.PIGGYBACK not in view.modes or not base.tokens:
         return set()
-    seconds = _HIDDEN * iteration_time(cost, [base])
-    fit = _fitting(cost, most, lambda k: k * mean, 0, seconds)
-    return {count for count in (fit // 4, fit // 2, fit) if count > present}
+    places = (view.ride_groups - 1) * view.ride_capacity
+    alone = iteration_time(cost, [base])
+    fit = _hidden_riders(view, cost, alone, min(most, places), lambda k: k * mean)
+    groups = fit // max(view.ride_capacity, 1)
+    crowds = {part * view.ride_capacity for part in (groups // 4, groups // 2, groups)}
+    return {count for count in crowds | {fit} if count > present}

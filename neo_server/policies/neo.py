@@ -233,9 +233,11 @@ def _cpu_places(
         return 0
     if not len(gpu):
         return view.seats_free  # the GPU-cache holds nothing: any progress is welcome
-    tokens = int(cpu.num_tokens.sum()) + head.num_tokens
-    mean = tokens / (len(cpu) + 1) + view.mean_output / 2  # they grow while they stay
-    wanted = population(view, cost, worth, len(cpu), mean, int((cpu.ride > 0).sum()))
+    tokens, on_way = int(cpu.num_tokens.sum()) + head.num_tokens, int((cpu.ride > 0).sum())
+    mean = tokens / (len(cpu) + 1)
+    if not on_way:  # they grow while they stay; riders are slow, and soon move on to the GPU
+        mean += view.mean_output / 2
+    wanted = population(view, cost, worth, len(cpu), mean, on_way)
     return max(wanted - len(cpu), 0)
 
 

@@ -30,6 +30,7 @@ class Queue:
     starters: int  # that may start to ride now
     due: int  # of the first of these, that have to where anybody rides
     ride_tokens: TokensOf  # of K and V, those on their way first
+    places: int = 0  # that are empty in groups on their way, if all starters may wait for them
 
 
 def crowd(view: View, count: int, mean: float, forced: int = 0) -> Queue:
@@ -77,7 +78,15 @@ class Orders:
             starters=len(riders) - on_way,
             due=int((due & (batches.ride == 0)).sum()),
             ride_tokens=lambda k: float(ride_tokens[k]),
+            places=_places(view, riders.take(slice(on_way)), riders.take(slice(on_way, None))),
         )
+
+
+def _places(view: View, on_way: Seqs, starters: Seqs) -> int:
+    """Empty ones in groups on their way; 0 where a starter would come to starve."""
+    if int(starters.skipped.max(initial=0)) + 1 >= view.max_skipped // 2:
+        return 0
+    return len(np.unique(on_way.ride)) * view.ride_capacity - len(on_way)
 
 
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

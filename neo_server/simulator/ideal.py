@@ -16,6 +16,7 @@ import numpy as np
 
 from neo_server.cost_model import CostModel, Load, Ride, iteration_time
 from neo_server.plan import Mode
+from neo_server.riders import group_capacity
 
 _SHARES = tuple(i / 16 for i in range(17))  # of the CPU rows, in batch-1
 
@@ -92,7 +93,8 @@ def _offloaded(
         yield min(_pipeline(cost, base, count, mean, share) for share in _SHARES), count
     if Mode.PIGGYBACK in packing.modes and base.tokens:
         groups = cost.num_layers + 1
-        ride = Ride.spread(count, count * mean, groups, -(-packing.max_num_seqs // groups))
+        capacity = group_capacity(groups, packing.max_num_seqs)
+        ride = Ride.spread(count, count * mean, groups, capacity)
         yield iteration_time(cost, [base], ride), count / groups
 
 
