@@ -1,4 +1,4 @@
-"""Owns the queues: asks the policy for a plan, checks it, carries it out on the block manager.
+"""Asks the policy for a plan, checks it, has it carried out on the queues.
 
 Iteration i+1 is planned while i runs: a row that samples leaves its sequence one token longer at
 once, and ``update`` fills the token in. What turns out otherwise (a finished or preempted sequence,
@@ -8,21 +8,20 @@ a void row) raises the sequence's epoch, so that its rows in flight count for no
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
 
 import numpy as np
 
-from neo_native import RowKind, RowStatus, SwapKind
+from neo_native import RowKind, RowStatus
 from neo_server.block_manager import BlockManager
-from neo_server.columns import Columns, Waiting
+from neo_server.columns import Waiting
 from neo_server.correction import CorrectedCost
 from neo_server.errors import PlanError
-from neo_server.metrics import Metrics
-from neo_server.plan import Ints, Mode, Place, Plan, Rows, View
+from neo_server.plan import Ints, Mode, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
+from neo_server.queues import Queues
 from neo_server.recent import Awaited, Recent
 from neo_server.request import Sequence, State
 from neo_server.riders import Riders
@@ -38,7 +37,7 @@ _RIDE_CPU = int(RowKind.RIDE_CPU)
 RUNNABLE = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
 
 
-class Scheduler:
+class Scheduler(Queues):
     """First come, first served queues under one policy. Lives on the event loop."""
 
     def __init__(
@@ -59,15 +58,10 @@ class Scheduler:
         """
         self.config = config
         self.policy = policy
-        self.blocks = blocks
+        super().__init__(blocks)
         self.cost = cost
         self.riders = Riders(ride_groups, config.ride_capacity)
         self.modes = modes if self.riders.capacity else modes - {Mode.PIGGYBACK}
-        self.metrics = Metrics()
-        self.waiting: list[Sequence] = []  # by arrival
-        self.num_waiting_tokens = 0
-        self.admitted: list[Sequence] = []  # by the latest ``schedule``
-        self.running: dict[int, Sequence] = {}
         self.in_flight = 0  # plans that have not reported
         self._clock = clock
         self._recent = Recent()
@@ -77,12 +71,6 @@ class Scheduler:
         self._cpu_workers = cpu_workers
         self._plan_id = 0
         self._expected: dict[int, tuple[StepLoad, float]] = {}
-        self._columns = Columns(blocks.slots.total)
-
-    @property
-    def has_work(self) -> bool:
-        """Some sequence is not finished."""
-        return bool(self.waiting or self.running)
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -98,22 +86,12 @@ class Scheduler:
             self._awaited.add(seq)
         self._queue(seq)
 
-    def _queue(self, seq: Sequence) -> None:
-        """A sequence that holds no cache waits in its place by arrival."""
-        insort(self.waiting, seq, key=_BY_ARRIVAL)
-        self.num_waiting_tokens += len(seq.tokens)
-
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence; what a plan in flight reads of it is freed when that reports."""
         if seq.state is State.FINISHED:
             return
         self._recent.finished(seq)
-        if seq.state is State.WAITING:
-            self.waiting.remove(seq)
-            self.num_waiting_tokens -= len(seq.tokens)
-        else:
-            del self.running[seq.id]
-        self._drop(seq, State.FINISHED)
+        self._end(seq)
 
     def schedule(self) -> Step | None:
         """The next iteration; None: none before a plan in flight has reported.
@@ -172,16 +150,9 @@ class Scheduler:
 
     def reset(self, blocks: BlockManager) -> None:
         """The gpu worker was lost with both caches' contents: everything is computed again."""
-        for seq in self.running.values():
-            seq.last_plan = seq.moved_plan = 0
-            self._drop(seq, State.WAITING)
-            seq.num_preemptions += 1
-            self._queue(seq)
-        self.running.clear()
+        self._start_over(blocks)
         self.in_flight = 0
         self._expected.clear()
-        self.blocks = blocks
-        self._columns = Columns(blocks.slots.total)
         self.riders = Riders(self.riders.num_groups, self.riders.capacity)
         blocks.reported(self._plan_id)
 
@@ -241,7 +212,7 @@ class Scheduler:
     def _carry_out(self, plan: Plan, view: View, slots: Ints) -> Step:
         self._plan_id += 1
         self._preempt(plan.preempt)
-        swaps = self._swap(plan)
+        swaps = self._swap(plan, self._plan_id)
         batches = [batch.in_wire_order() for batch in plan.batches]
         for seq_id in np.concatenate([b.seq for b in batches] or [np.empty(0, np.int64)]).tolist():
             if seq_id not in self.running:
@@ -271,85 +242,6 @@ class Scheduler:
             *(self._plan_id, rows.sizes, seqs, slot, kind, start, n_new),
             *(sample.astype(np.int64), epoch, rows.stage, rows.place, swaps, plan),
         )
-
-    def _grow(self, seqs: tuple[Sequence, ...], slot: Ints, kind: Ints) -> None:
-        size = np.where(kind % 2 == 1, self.blocks.page_size, self.blocks.block_size)
-        for i in self._columns.grown(slot, size).tolist():
-            place = Place.CPU if kind[i] % 2 else Place.GPU
-            self.blocks.grow(seqs[i], place)
-            held = seqs[i].pages if place is Place.CPU else seqs[i].blocks
-            self._columns.hold(int(slot[i]), len(held))
-
-    def _admit(self, seq_id: int, batches: list[Rows]) -> None:
-        at = next(i for i, seq in enumerate(self.waiting) if seq.id == seq_id)
-        seq = self.waiting.pop(at)
-        self.num_waiting_tokens -= len(seq.tokens)
-        self.admitted.append(seq)
-        self.blocks.open_slot(seq)
-        kind = next(int(b.kind[b.seq == seq_id][0]) for b in batches if seq_id in b.seq)
-        seq.state, seq.place = State.RUNNING, Place.of(kind)
-        self.running[seq_id] = seq
-        self._columns.put(seq)
-
-    def _drop(self, seq: Sequence, state: State) -> None:
-        if seq.slot is not None:
-            self._columns.drop(seq.slot)
-        self.blocks.drop(seq, state)
-
-    def _preempt(self, ids: tuple[int, ...]) -> None:
-        for seq_id in ids:
-            seq = self.running.pop(seq_id)
-            self._drop(seq, State.WAITING)
-            seq.num_preemptions += 1
-            self.metrics.num_preemptions += 1
-            self._queue(seq)
-
-    def _roll_back(self, seq: Sequence, start: int) -> None:
-        """A row was void: it is planned again, and whatever builds on it in flight is void too."""
-        seq.num_computed, seq.pending, seq.ride = start, 0, 0
-        seq.epoch += 1
-        self._columns.put(seq)
-
-    def _swap(self, plan: Plan) -> tuple[StepSwap, ...]:
-        swaps = []
-        for kind, ids in ((SwapKind.OUT, plan.swap_out), (SwapKind.IN, plan.swap_in)):
-            for seq_id in ids:
-                seq = self.running[seq_id]
-                if kind is SwapKind.OUT:
-                    self.blocks.swap_out(seq)
-                    self.metrics.num_swap_out_tokens += seq.num_computed
-                else:
-                    self.blocks.swap_in(seq, self._plan_id)
-                    self.metrics.num_swap_in_tokens += seq.num_computed
-                seq.last_plan = seq.moved_plan = self._plan_id
-                seq.skipped = seq.ride = 0
-                self._columns.put(seq)
-                assert seq.slot is not None
-                swaps.append(StepSwap(seq.slot, kind, seq.num_computed))
-        self.metrics.num_swap_outs += len(plan.swap_out)
-        self.metrics.num_swap_ins += len(plan.swap_in)
-        return tuple(swaps)
-
-    def _note_skipped(self, plan: Plan, view: View, slots: Ints, step: Step) -> None:
-        """Counts how long each CPU decode has been left out while workers live."""
-        if view.cpu_workers == 0:
-            return
-        left_out = view.running.is_decode & (view.running.place == Place.CPU)
-        if not left_out.any():
-            return
-        moved = plan.preempt + plan.swap_in
-        rows = [seq.id for seq in step.seqs]
-        left_out &= ~np.isin(view.running.id, rows) & ~np.isin(view.running.id, moved)
-        changed = left_out | (view.running.skipped > 0)
-        counted = np.where(left_out, view.running.skipped + 1, 0)[changed]
-        for seq_id, skipped in zip(
-            view.running.id[changed].tolist(), counted.tolist(), strict=True
-        ):
-            seq = self.running.get(seq_id)
-            if seq is not None:
-                seq.skipped = skipped
-        self._columns.note(slots[changed], counted)
-        self.metrics.max_skipped = max(self.metrics.max_skipped, int(counted.max(initial=0)))
 
     def _count_iteration(self, plan: Plan, step: Step) -> None:
         kind = self._kind(plan)
