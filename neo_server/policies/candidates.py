@@ -14,6 +14,12 @@ from neo_server.cost_model import CostModel, Load, Ride, Stages, iteration_time
 from neo_server.plan import Mode, View
 from neo_server.policies.queue import Queue, TokensOf, crowd
 
+Kinds = Sequence[tuple[float, Load]]  # of iterations: how often each comes
+
+# The price of a prompt token is looked at with this many times as many of them.
+_FURTHER = 1.5
+# A token is worth this share of its time at least.
+_LEAST_WORTH = 0.05
 # A candidate, and a further CPU-request, has to promise more than the cost model's noise.
 _GAIN = 1.01
 # Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
@@ -39,11 +45,22 @@ class Worth:
     decode_only: Load
 
     @staticmethod
-    def of(cost: CostModel, decode_only: Load) -> Worth:
-        """From an iteration of the GPU decodes alone; without any, of a single token."""
+    def of(cost: CostModel, decode_only: Load, view: View) -> Worth:
+        """From an iteration of the GPU decodes alone; without any, of a single token.
+
+        A token more brings a request's end nearer, and with it the next one's prompt. Below the
+        knee of the linear stage a prompt costs nothing; beyond it, it takes away from what the
+        token gains. So the time of an iteration with all the prompt tokens that its decodes call
+        for is shared out between both kinds, the prompt's at its marginal price.
+        """
         rows = max(decode_only.gpu_rows, 1)
         load = decode_only if decode_only.tokens else Load(tokens=1, sampled=1)
-        return Worth(iteration_time(cost, [load]) / rows, decode_only)
+        if not (view.mean_output and view.enable_chunked_prefill):
+            return Worth(iteration_time(cost, [load]) / rows, decode_only)
+        now = iteration_time(cost, [_fed(view, load, rows)])
+        more = iteration_time(cost, [_fed(view, load, _FURTHER * rows)])
+        prompts = (more - now) / (_FURTHER - 1.0)
+        return Worth(max(now - prompts, _LEAST_WORTH * now) / rows, decode_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,10 @@ class Choice:
     def rows(self) -> int:
         """CPU decodes that it holds."""
         return self.first + self.second + self.riders
+
+    def decoded(self, view: View) -> float:
+        """Tokens that CPU-requests get."""
+        return self.first + self.second + self.riders / max(view.ride_groups, 1)
 
 
 def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Choice:
@@ -228,16 +249,9 @@ def population(
     ``on_way`` already, it has to promise that much more than batches do.
     """
     most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
-    # Prefills come no more often than sequences end; while caches fill they come in bursts.
-    ends = (worth.decode_only.gpu_rows + present) / view.mean_output if view.mean_output else 0.0
-    share = min(view.prefill_share, ends)
-    kinds = [(1.0 - share, worth.decode_only)]
-    if share > 0.0:
-        n_new = max(int(view.prefill_tokens), 1)
-        load = worth.decode_only.with_prefill(n_new, 0, moved=False, last=False)
-        kinds.append((share, load))
+    kinds = _kinds(view, worth, present)
 
-    def gain(count: int, kinds: Sequence[tuple[float, Load]]) -> tuple[float, bool]:
+    def gain(count: int, kinds: Kinds) -> tuple[float, bool]:
         spent = value = 0.0
         for share, load in kinds:
             alone = iteration_time(cost, [load]) if load.tokens else 0.0
@@ -246,11 +260,8 @@ def population(
                 # The bound on skips lets them in at any price.
                 due = -(-count // view.max_skipped)
                 joined = best(view, cost, worth, load, crowd(view, due, mean, forced=due))
-            gained = float(joined.first + joined.second)
-            if joined.riders:
-                gained = joined.riders / view.ride_groups
             spent += share * joined.seconds
-            value += share * (alone + worth.token * gained)
+            value += share * (alone + worth.token * joined.decoded(view))
         return value / spent, joined.riders > 0
 
     reached = gain(present, kinds)[0] if present else 1.0
@@ -263,12 +274,38 @@ def population(
         if hopeless and count not in waves:
             continue
         promised, rides = gain(count, kinds)
-        if promised >= (wave_bar if rides else bar) and gain(count, kinds[:1])[0] >= _GAIN:
+        pays = promised >= (wave_bar if rides else bar)
+        if pays and gain(count, [(1.0, worth.decode_only)])[0] >= _GAIN:
             wanted, bar = count, promised * 1.002
             wave_bar = bar if rides or riding else bar * _LASTING_GAIN
         elif promised < reached and count > 2 * present + 16:
             hopeless = True
     return wanted
+
+
+def _kinds(view: View, worth: Worth, present: int) -> Kinds:
+    """Iterations to come.
+
+    Chunks are spread evenly; whole prompts come as often as lately, but no more often than
+    sequences end: while caches fill they come in bursts.
+    """
+    load, rows = worth.decode_only, worth.decode_only.gpu_rows
+    if not view.mean_output:
+        return [(1.0, load)]
+    if view.enable_chunked_prefill:
+        return [(1.0, _fed(view, load, rows))]
+    share = min(view.prefill_share, (rows + present) / view.mean_output)
+    if share <= 0.0:
+        return [(1.0, load)]
+    n_new = max(int(view.prefill_tokens), 1)
+    return [(1.0 - share, load), (share, load.with_prefill(n_new, 0, moved=False, last=False))]
+
+
+def _fed(view: View, decode_only: Load, decoded: float) -> Load:
+    """With as many prompt tokens as ``decoded`` tokens use up: a request has so many of each."""
+    n_new = round(decoded * view.mean_prompt / view.mean_output)
+    n_new = min(n_new, view.max_num_batched_tokens)
+    return decode_only.with_prefill(n_new, 0, moved=False, last=False) if n_new else decode_only
 
 
 def _growing(present: int, most: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ def plan(view: View, cost: CostModel) -> Plan:
     cpu_decodes = cpu.take(cpu.is_decode)
     draft.decode(gpu_decodes, Place.GPU)
     decode_only = decode_load(gpu_decodes, Place.GPU)
-    worth = Worth.of(cost, decode_only)
+    worth = Worth.of(cost, decode_only, view)
     draft.tokens_left -= len(cpu_decodes)
     base = _prefill(draft, cost, worth, gpu, cpu, decode_only)
     draft.tokens_left += len(cpu_decodes)
@@ -104,7 +104,7 @@ def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
         reserve = -(-occupants // view.block_size) if tight else ample + occupants
         if draft.try_swap(seq, Place.GPU, reserve=reserve if occupants else 0):
             returned.append(seq.id)
-        elif not relieves:  # who rides may be passed: it advances where it is
+        elif not (relieves or seq.ride):  # who rides may be passed: it advances where it is
             break
     return returned
 
