@@ -118,8 +118,9 @@ class BlockManager:
             held, pool, size, table = seq.blocks, self.blocks, self.block_size, "block_table"
         else:
             held, pool, size, table = seq.pages, self.pages, self.page_size, "page_table"
-        more = pool.take(max(-(-seq.num_planned // size) - len(held), 0))
-        if more:
+        count = -(-seq.num_planned // size) - len(held)
+        if count > 0:
+            more = pool.take(count)
             row = getattr(self.tables, table)[seq.slot]
             row[len(held) : len(held) + len(more)] = more
             held.extend(more)

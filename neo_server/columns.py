@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
 from neo_server.plan import Ints, Seqs, SeqView
 from neo_server.request import Sequence as TokenSequence
@@ -63,6 +64,12 @@ class Columns:
         slots = np.flatnonzero(self._ready)
         slots = slots[np.argsort(self._columns["id"][slots])]
         return Seqs(*(self._columns[name][slots] for name in _NAMES)), slots
+
+    def mask(self, slots: Ints) -> npt.NDArray[np.bool_]:
+        """Which of all slots are among ``slots``."""
+        chosen = np.zeros(len(self._ready), bool)
+        chosen[slots] = True
+        return chosen
 
     def note(self, slots: Ints, skipped: Ints) -> None:
         """Sets how long they have been left out."""

@@ -125,9 +125,10 @@ class Queues:
         left_out = view.running.is_decode & (view.running.place == Place.CPU)
         if not left_out.any():
             return
-        moved = plan.preempt + plan.swap_in
-        rows = [seq.id for seq in step.seqs]
-        left_out &= ~np.isin(view.running.id, rows) & ~np.isin(view.running.id, moved)
+        has_row = self._columns.mask(step.slot)
+        left_out &= ~has_row[slots]
+        if moved := plan.preempt + plan.swap_in:
+            left_out &= ~np.isin(view.running.id, moved)
         changed = left_out | (view.running.skipped > 0)
         counted = np.where(left_out, view.running.skipped + 1, 0)[changed]
         for seq_id, skipped in zip(

@@ -44,6 +44,11 @@ class Riders:
         self._plans = 0  # with riders, so far
 
     @property
+    def any(self) -> bool:
+        """Somebody has ridden: before, nobody is on the way."""
+        return self._plans > 0
+
+    @property
     def last_stage(self) -> int:
         """The one that samples."""
         return self.num_groups - 1
@@ -53,8 +58,9 @@ class Riders:
     ) -> WireRows:
         """Of a plan that ``check_plan`` let pass; the groups move on if it has riders."""
         seqs = [running[seq_id] for batch in batches for seq_id in batch.seq.tolist()]
-        for seq in seqs:  # a row of its own takes a rider out of its group
-            seq.ride = 0
+        if self.any:
+            for seq in seqs:  # a row of its own takes a rider out of its group
+                seq.ride = 0
         riding, stage, place = self._advance([running[seq_id] for seq_id in riders.tolist()])
         kinds = np.full(len(riding), int(RowKind.RIDE_CPU), np.int64)
         sizes = [len(batch) for batch in batches] + [0, 0]

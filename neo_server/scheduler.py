@@ -236,7 +236,8 @@ class Scheduler(Queues):
             seq.num_computed += tokens
             seq.pending += last
         self._columns.advance(slot, stored, slot[sample])
-        self._columns.rode(slot, np.array([seq.ride for seq in seqs], np.int64))
+        if self.riders.any:
+            self._columns.rode(slot, np.array([seq.ride for seq in seqs], np.int64))
         epoch = np.array([seq.epoch for seq in seqs], np.int64)
         return Step(
             *(self._plan_id, rows.sizes, seqs, slot, kind, start, n_new),
