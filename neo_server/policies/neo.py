@@ -9,6 +9,8 @@ the GPU-only plan, the two-batch plan and the further candidates of ``candidates
 
 from __future__ import annotations
 
+from math import ceil, sqrt
+
 import numpy as np
 
 from neo_server.cost_model import CostModel, Load, iteration_time, knee
@@ -93,8 +95,6 @@ def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
         return []
     relieves = bool(view.waiting) and not starving
     if relieves:
-        if not (on_cpu.ride > 0).any():
-            return []
         on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
@@ -141,6 +141,8 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
                 break
             if cpu_places < 0:
                 cpu_places = _cpu_places(draft, cost, worth, gpu, cpu, seq)
+                room = _waiting_room(view, cost, base, limit, seq)
+                cpu_places = max(cpu_places, room - len(cpu))
             never = view.need(seq, Place.GPU) > view.gpu_blocks_total
             if cpu_places == 0 and not (never and not busy):
                 break
@@ -239,6 +241,20 @@ def _cpu_places(
         mean += view.mean_output / 2
     wanted = population(view, cost, worth, len(cpu), mean, on_way)
     return max(wanted - len(cpu), 0)
+
+
+def _waiting_room(view: View, cost: CostModel, base: Load, limit: int, head: SeqView) -> int:
+    """CPU places for prompts that are prefilled while GPU places for them get free.
+
+    A prompt takes the room of the whole sequence while nothing of it decodes. In the CPU-cache it
+    takes none of the GPU's, and comes over when it is whole: as many as end in the meantime, and
+    their spread, as sequences end at random.
+    """
+    if not (view.mean_output and cost.overlaps_transfers and view.enable_chunked_prefill):
+        return 0
+    iterations = head.remaining / max(limit - base.gpu_rows, 1.0)
+    ends = iterations * base.gpu_rows / view.mean_output
+    return ceil(ends + sqrt(ends))
 
 
 def _with_cpu(draft: Draft, cost: CostModel, worth: Worth, base: Load, decodes: Seqs) -> Plan:
