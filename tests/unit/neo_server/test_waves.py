@@ -1,0 +1,113 @@
+"""What ``neo`` weighs as it fills the CPU-cache: full groups, and prompts that must be fed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from neo_server.cost_model import Load, Ride, iteration_time
+from neo_server.plan import Mode, Place, Plan, Seqs, SeqView, View
+from neo_server.policies import neo
+from neo_server.policies.candidates import Worth
+from neo_server.roofline import SHAPES, RooflineCost, load_hardware
+
+H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
+GROUPS = H200.num_layers + 1
+CAPACITY = 16
+DECODES = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+
+
+def decode(number: int, place: Place, ride: int = 0, skipped: int = 0) -> SeqView:
+    held = -(-1000 // (16 if place is Place.GPU else 64))
+    return SeqView(number, place, 1000, 999, held, skipped, ride)
+
+
+def view(*cpu: SeqView, **changes: object) -> View:
+    on_gpu = tuple(decode(number, Place.GPU) for number in range(24))
+    base = View(
+        waiting=(),
+        running=Seqs.of(on_gpu + cpu),
+        gpu_blocks_free=8,
+        gpu_blocks_total=1600,
+        cpu_pages_free=4000,
+        cpu_pages_total=8000,
+        block_size=16,
+        page_size=64,
+        seats_free=100,
+        max_num_batched_tokens=2048,
+        max_swaps=8,
+        enable_chunked_prefill=True,
+        cpu_workers=1,
+        modes=frozenset(Mode),
+        ride_groups=GROUPS,
+        ride_capacity=CAPACITY,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def riding(count: int, stage: int, first: int) -> tuple[SeqView, ...]:
+    return tuple(decode(first + i, Place.CPU, ride=stage) for i in range(count))
+
+
+def riders_of(plan: Plan) -> set[int]:
+    assert plan.mode is Mode.PIGGYBACK
+    return set(plan.riders.tolist())
+
+
+def test_attention_of_riders_may_take_the_whole_iteration() -> None:
+    few = Ride.spread(160, 0.0, GROUPS, CAPACITY)
+    whole = iteration_time(H200, [DECODES], few)
+    token = H200.cpu_attn(1, 1)
+    within = replace(few, cpu_tokens=0.99 * whole / token)
+    beyond = replace(few, cpu_tokens=1.5 * whole / token)
+    assert iteration_time(H200, [DECODES], within) == whole
+    assert iteration_time(H200, [DECODES], beyond) == pytest.approx(1.5 * whole)
+
+
+def test_one_that_may_start_waits_for_a_group_that_has_a_place() -> None:
+    """A group of its own would cost a hand-off in each iteration."""
+    on_way = (*riding(CAPACITY, 20, 100), *riding(CAPACITY, 10, 200), *riding(CAPACITY - 2, 4, 300))
+    on_its_way = {seq.id for seq in on_way}
+    newcomer = decode(400, Place.CPU)
+    assert riders_of(neo.plan(view(*on_way, newcomer), H200)) == on_its_way
+    newcomers = tuple(decode(400 + i, Place.CPU) for i in range(6))
+    assert riders_of(neo.plan(view(*on_way, *newcomers), H200)) >= {seq.id for seq in newcomers}
+
+
+def test_nobody_waits_for_a_place_until_it_starves() -> None:
+    on_way = (*riding(CAPACITY, 20, 100), *riding(CAPACITY, 10, 200), *riding(CAPACITY - 2, 4, 300))
+    late = decode(400, Place.CPU, skipped=view().max_skipped // 2 - 1)
+    assert 400 in riders_of(neo.plan(view(*on_way, late), H200))
+
+
+def test_a_full_group_starts_at_once() -> None:
+    on_way = (*riding(4, 20, 100), *riding(4, 10, 200), *riding(4, 4, 300), *riding(4, 2, 350))
+    newcomers = tuple(decode(400 + i, Place.CPU) for i in range(CAPACITY))
+    chosen = riders_of(neo.plan(view(*on_way, *newcomers), H200))
+    assert chosen >= {seq.id for seq in newcomers}
+
+
+def test_prompts_that_ride_free_below_the_knee_take_nothing_from_a_token() -> None:
+    unknown = Worth.of(H200, DECODES, view())
+    long_output = Worth.of(H200, DECODES, view(mean_prompt=1000.0, mean_output=400.0))
+    short_output = Worth.of(H200, DECODES, view(mean_prompt=1000.0, mean_output=50.0))
+    assert long_output.token == pytest.approx(unknown.token, rel=0.01)
+    assert 0.0 < short_output.token < 0.8 * unknown.token
+
+
+def test_prompts_are_prefilled_on_the_cpu_while_gpu_places_get_free() -> None:
+    """As many as end meanwhile, and their spread; no more of them than that."""
+    waiting = tuple(SeqView(500 + i, Place.NOWHERE, 1000, 0, 0) for i in range(9))
+    lengths = {"mean_prompt": 1000.0, "mean_output": 300.0}
+    modes = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH))
+    no_offload = view(waiting=waiting, modes=modes, **lengths)
+    plan = neo.plan(no_offload, H200)
+    (batch,) = plan.batches
+    admitted = [row for row in batch if row.seq >= 500]
+    assert [row.seq for row in admitted] == [500]
+    assert Place.of(admitted[0].kind) is Place.CPU
+    parked = tuple(decode(100 + i, Place.CPU) for i in range(4))
+    full = view(*parked, waiting=waiting, modes=modes, **lengths)
+    rows = [row for batch in neo.plan(full, H200).batches for row in batch]
+    assert not [row for row in rows if row.seq >= 500]
