@@ -7,21 +7,19 @@ per decoded token. A candidate with a worth above its duration pays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from neo_server.cost_model import CostModel, Load, Ride, Stages, iteration_time
 from neo_server.plan import Mode, View
-from neo_server.policies.queue import Queue, TokensOf, crowd
-
-Kinds = Sequence[tuple[float, Load]]  # of iterations: how often each comes
+from neo_server.policies.queue import Queue, TokensOf
 
 # The price of a prompt token is looked at with this many times as many of them.
 _FURTHER = 1.5
 # A token is worth this share of its time at least.
 _LEAST_WORTH = 0.05
 # A candidate, and a further CPU-request, has to promise more than the cost model's noise.
-_GAIN = 1.01
+GAIN = 1.01
 # Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
 _WAVE_GAIN = 1.02
 # Iterations over which a batch makes up for the stages that it throws away.
@@ -29,8 +27,6 @@ _LASTS = 4
 # A wave takes a token's time to build up and to replace, so it begins, or is given up for batches,
 # only for this much.
 _SWITCH_GAIN = 1.1
-# A CPU-request stays for all its tokens, while the load around it changes.
-_LASTING_GAIN = 1.05
 # Tokens for which a rider rides, at a guess.
 _STAYS = 16
 # Riders' attention takes this share of the iteration at most: what is late delays GPU rows too.
@@ -57,8 +53,8 @@ class Worth:
         load = decode_only if decode_only.tokens else Load(tokens=1, sampled=1)
         if not (view.mean_output and view.enable_chunked_prefill):
             return Worth(iteration_time(cost, [load]) / rows, decode_only)
-        now = iteration_time(cost, [_fed(view, load, rows)])
-        more = iteration_time(cost, [_fed(view, load, _FURTHER * rows)])
+        now = iteration_time(cost, [fed(view, load, rows)])
+        more = iteration_time(cost, [fed(view, load, _FURTHER * rows)])
         prompts = (more - now) / (_FURTHER - 1.0)
         return Worth(max(now - prompts, _LEAST_WORTH * now) / rows, decode_only)
 
@@ -93,7 +89,7 @@ def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) ->
         return Choice(first=queue.count)
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
     winner = Choice(seconds=alone) if base.tokens and not queue.forced else None
-    bar = _GAIN
+    bar = GAIN
     for first, second in _shapes(view, cost, base, queue):
         seconds = _time(cost, base, queue, first, second)
         gained = first + second - queue.lost(first + second) / _LASTS
@@ -181,13 +177,13 @@ def _rides(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) 
     if least:
         seconds, score = wave(least, queue.ride_tokens)
         yield Choice(riders=least, seconds=seconds, score=score)
-    now = _hidden_riders(view, cost, alone, most, queue.ride_tokens)
+    now = hidden_riders(view, cost, alone, most, queue.ride_tokens)
     waits = _waits(view, cost, worth, queue)
     if waits:
         now = min(now, least)
     if now > least or (waits and least):
         places = view.ride_groups * view.ride_capacity
-        full = _hidden_riders(view, cost, alone, min(queue.count, places), queue.tokens)
+        full = hidden_riders(view, cost, alone, min(queue.count, places), queue.tokens)
         _, score = wave(max(full, now), queue.tokens)
         now = max(now, least)
         seconds, _ = wave(now, queue.ride_tokens)
@@ -206,7 +202,7 @@ def _waits(view: View, cost: CostModel, worth: Worth, queue: Queue) -> bool:
     return worth.token * queue.starters / 2 < _STAYS * view.ride_groups * cost.handoff(0)
 
 
-def _hidden_riders(view: View, cost: CostModel, alone: float, most: int, tokens: TokensOf) -> int:
+def hidden_riders(view: View, cost: CostModel, alone: float, most: int, tokens: TokensOf) -> int:
     """Riders whose attention an iteration hides that takes ``alone`` and their hand-offs."""
     least = _fitting(cost, most, tokens, 0, _HIDDEN * alone)
     full = least // max(view.ride_capacity, 1)
@@ -237,96 +233,8 @@ def _fitting(cost: CostModel, count: int, tokens: TokensOf, skip: int, seconds: 
     return low
 
 
-def population(
-    view: View, cost: CostModel, worth: Worth, present: int, mean: float, on_way: int
-) -> int:
-    """Step 5: how many CPU-requests of ``mean`` tokens pay in the iterations to come.
-
-    They have to pay beside the GPU's decodes alone; how many, is chosen over a mix of such
-    iterations and of those with prefills, as frequent as they were lately. In either kind the
-    CPU-requests may sit out. Two sub-batches have a fixed price, so a few requests may not pay
-    where many do. A wave takes a crowd that has to be prefilled first: unless a good part of it is
-    ``on_way`` already, it has to promise that much more than batches do.
-    """
-    most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
-    kinds = _kinds(view, worth, present)
-
-    def gain(count: int, kinds: Kinds) -> tuple[float, bool]:
-        spent = value = 0.0
-        for share, load in kinds:
-            alone = iteration_time(cost, [load]) if load.tokens else 0.0
-            joined = best(view, cost, worth, load, crowd(view, count, mean))
-            if not joined.rows or count > joined.rows * view.max_skipped:
-                # The bound on skips lets them in at any price.
-                due = -(-count // view.max_skipped)
-                joined = best(view, cost, worth, load, crowd(view, due, mean, forced=due))
-            spent += share * joined.seconds
-            value += share * (alone + worth.token * joined.decoded(view))
-        return value / spent, joined.riders > 0
-
-    reached = gain(present, kinds)[0] if present else 1.0
-    wanted, bar = present, max(reached * 1.002, _LASTING_GAIN)
-    waves = _waves(view, cost, worth.decode_only, mean, present, most)
-    riding = on_way > 0 and 4 * on_way >= max(waves, default=0)
-    wave_bar = bar if riding else bar * _LASTING_GAIN
-    hopeless = False
-    for count in sorted(waves.union(_growing(present, most))):
-        if hopeless and count not in waves:
-            continue
-        promised, rides = gain(count, kinds)
-        pays = promised >= (wave_bar if rides else bar)
-        if pays and gain(count, [(1.0, worth.decode_only)])[0] >= _GAIN:
-            wanted, bar = count, promised * 1.002
-            wave_bar = bar if rides or riding else bar * _LASTING_GAIN
-        elif promised < reached and count > 2 * present + 16:
-            hopeless = True
-    return wanted
-
-
-def _kinds(view: View, worth: Worth, present: int) -> Kinds:
-    """Iterations to come.
-
-    Chunks are spread evenly; whole prompts come as often as lately, but no more often than
-    sequences end: while caches fill they come in bursts.
-    """
-    load, rows = worth.decode_only, worth.decode_only.gpu_rows
-    if not view.mean_output:
-        return [(1.0, load)]
-    if view.enable_chunked_prefill:
-        return [(1.0, _fed(view, load, rows))]
-    share = min(view.prefill_share, (rows + present) / view.mean_output)
-    if share <= 0.0:
-        return [(1.0, load)]
-    n_new = max(int(view.prefill_tokens), 1)
-    return [(1.0 - share, load), (share, load.with_prefill(n_new, 0, moved=False, last=False))]
-
-
-def _fed(view: View, decode_only: Load, decoded: float) -> Load:
+def fed(view: View, decode_only: Load, decoded: float) -> Load:
     """With as many prompt tokens as ``decoded`` tokens use up: a request has so many of each."""
     n_new = round(decoded * view.mean_prompt / view.mean_output)
     n_new = min(n_new, view.max_num_batched_tokens)
     return decode_only.with_prefill(n_new, 0, moved=False, last=False) if n_new else decode_only
-
-
-def _growing(present: int, most: int) -> Iterator[int]:
-    count = present + 1
-    while count <= most:
-        yield count
-        count += max(1, count // 2)
-
-
-def _waves(
-    view: View, cost: CostModel, base: Load, mean: float, present: int, most: int
-) -> set[int]:
-    """Crowds that ride: as many as the CPU serves, and fewer, in full groups.
-
-    A few may not pay for their hand-offs; a group that is not full costs as much as a full one.
-    """
-    if Mode.PIGGYBACK not in view.modes or not base.tokens:
-        return set()
-    places = (view.ride_groups - 1) * view.ride_capacity
-    alone = iteration_time(cost, [base])
-    fit = _hidden_riders(view, cost, alone, min(most, places), lambda k: k * mean)
-    groups = fit // max(view.ride_capacity, 1)
-    crowds = {part * view.ride_capacity for part in (groups // 4, groups // 2, groups)}
-    return {count for count in crowds | {fit} if count > present}

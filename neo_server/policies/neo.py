@@ -15,8 +15,9 @@ import numpy as np
 
 from neo_server.cost_model import CostModel, Load, iteration_time, knee
 from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
-from neo_server.policies.candidates import Choice, Worth, best, population
+from neo_server.policies.candidates import Choice, Worth, best
 from neo_server.policies.draft import Draft, decode_load
+from neo_server.policies.population import population
 from neo_server.policies.queue import Orders
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
@@ -65,7 +66,7 @@ def _place(draft: Draft, cost: CostModel) -> tuple[Seqs, Seqs]:
 
     gpu = draft.grow(on_gpu, Place.GPU, evict)
     if not (leaving or draft.preempted):
-        returned = _swap_in(draft, on_cpu, gpu)
+        returned = _swap_in(draft, cost, on_cpu, gpu)
         if returned:
             back = np.isin(on_cpu.id, returned)
             gpu, on_cpu = gpu.plus(on_cpu.take(back)), on_cpu.take(~back)
@@ -83,7 +84,7 @@ def _may_park(cost: CostModel, seq: SeqView) -> bool:
     return decode < iteration_time(cost, [redo])
 
 
-def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
+def _swap_in(draft: Draft, cost: CostModel, on_cpu: Seqs, gpu: Seqs) -> list[int]:
     """While there is ample room the earliest come back: if nobody else wants it, or they starve.
 
     Riders are slow, and new arrivals can ride in their stead: they have the first right to room, as
@@ -95,6 +96,8 @@ def _swap_in(draft: Draft, on_cpu: Seqs, gpu: Seqs) -> list[int]:
         return []
     relieves = bool(view.waiting) and not starving
     if relieves:
+        if not (_passes_through(view, cost) or (on_cpu.ride > 0).any()):
+            return []
         on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
@@ -250,11 +253,16 @@ def _waiting_room(view: View, cost: CostModel, base: Load, limit: int, head: Seq
     takes none of the GPU's, and comes over when it is whole: as many as end in the meantime, and
     their spread, as sequences end at random.
     """
-    if not (view.mean_output and cost.overlaps_transfers and view.enable_chunked_prefill):
+    if not (view.mean_output and _passes_through(view, cost)):
         return 0
     iterations = head.remaining / max(limit - base.gpu_rows, 1.0)
     ends = iterations * base.gpu_rows / view.mean_output
     return ceil(ends + sqrt(ends))
+
+
+def _passes_through(view: View, cost: CostModel) -> bool:
+    """Requests may wait in the CPU-cache for a GPU place: moving them costs no time."""
+    return view.enable_chunked_prefill and cost.overlaps_transfers
 
 
 def _with_cpu(draft: Draft, cost: CostModel, worth: Worth, base: Load, decodes: Seqs) -> Plan:
