@@ -96,8 +96,10 @@ def _swap_in(draft: Draft, cost: CostModel, on_cpu: Seqs, gpu: Seqs) -> list[int
         return []
     relieves = bool(view.waiting) and not starving
     if relieves:
-        if not (_passes_through(view, cost) or (on_cpu.ride > 0).any()):
-            return []
+        if not (on_cpu.ride > 0).any():
+            if not _passes_through(view, cost):
+                return []
+            on_cpu = on_cpu.take(on_cpu.skipped > 0)  # whom batches serve is no worse off there
         on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
