@@ -196,17 +196,18 @@ def _waits(view: View, cost: CostModel, worth: Worth, queue: Queue) -> bool:
     That costs each of them half a token or so, once; a group of their own costs a hand-off in
     every iteration for as long as they ride.
     """
-    few = min(queue.starters, queue.places + 1)
-    if queue.due or few > queue.places or queue.starters >= view.ride_capacity:
+    if queue.due or queue.starters > queue.places or queue.starters >= view.ride_capacity:
         return False
-    return worth.token * queue.starters / 2 < _STAYS * view.ride_groups * cost.handoff(0)
+    signals = cost.ride_handoff(1) - cost.ride_handoff(0)
+    return worth.token * queue.starters / 2 < _STAYS * view.ride_groups * signals
 
 
 def hidden_riders(view: View, cost: CostModel, alone: float, most: int, tokens: TokensOf) -> int:
     """Riders whose attention an iteration hides that takes ``alone`` and their hand-offs."""
     least = _fitting(cost, most, tokens, 0, _HIDDEN * alone)
     full = least // max(view.ride_capacity, 1)
-    handoffs = full * cost.handoff(view.ride_capacity)
+    empty = max(cost.num_layers - full, 0) * cost.ride_handoff(0)
+    handoffs = empty + full * cost.ride_handoff(view.ride_capacity)
     return _fitting(cost, most, tokens, 0, _HIDDEN * (alone + handoffs))
 
 
