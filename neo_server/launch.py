@@ -126,6 +126,7 @@ def _check_flags(options: Options) -> None:
         ("http_port", options.http_port, 0, 65535),
         ("shutdown_timeout", options.shutdown_timeout, 0, math.inf),
         ("plan_timeout", options.plan_timeout, 0, math.inf),
+        ("cpu_attn_timeout", options.cpu_attn_timeout, 0.01, math.inf),
         ("log_stats_interval", options.log_stats_interval, 0, math.inf),
     ):
         if value is not None and not least <= value <= most:
@@ -284,6 +285,7 @@ def _worker_config(
         profile=options.profile,
         profile_dir=None if options.profile_dir is None else str(options.profile_dir),
         spin_us=_CUDA_SPIN_US if device == "cuda" else 0,
+        cpu_attn_timeout_s=options.cpu_attn_timeout,
     )
 
 

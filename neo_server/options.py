@@ -43,7 +43,7 @@ PANELS = {
     ),
     "Worker processes": (
         *("control_host", "control_port", "spawn_gpu_worker", "spawn_cpu_attn_workers"),
-        "plan_timeout",
+        *("plan_timeout", "cpu_attn_timeout"),
     ),
 }
 PUBLIC = (*PANELS["Clients"], *PANELS["Logs"])  # what no command but `neo serve` has
@@ -182,6 +182,10 @@ class Options:
             "waiting for cpu workers are added. Default: 60; on the CPU 600."
         ),
     ] = None
+    cpu_attn_timeout: Annotated[
+        float,
+        Option(help="Seconds of waiting for cpu workers after which a plan's CPU rows are void."),
+    ] = 10.0
     max_num_queued_reqs: Annotated[
         int, Option(help="Requests that may wait; more are refused.")
     ] = 4096

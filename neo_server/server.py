@@ -305,7 +305,7 @@ class Server:
 def plan_timeout_s(options: Options, worker: WorkerConfig) -> float:
     """After this long without a result a gpu worker counts as hung.
 
-    Both sub-batches may wait cpu_attn_timeout_s for the cpu workers besides.
+    Both sub-batches may wait ``--cpu-attn-timeout`` for the cpu workers besides.
     """
     own = options.plan_timeout
     if own is None:

@@ -78,7 +78,8 @@ def test_two_instances_share_a_host(demo_model: Path, tmp_path: Path) -> None:
 def test_a_gpu_worker_that_hangs_is_killed_and_respawned_and_streams_go_on(
     demo_model: Path, tmp_path: Path
 ) -> None:
-    with running_server(demo_model, tmp_path, *SMALL, "--plan-timeout", "1") as server:
+    timeouts = ("--plan-timeout", "1", "--cpu-attn-timeout", "4")
+    with running_server(demo_model, tmp_path, *SMALL, *timeouts) as server:
         request = request_of("Once upon a time", 60)
         expected = server.generate(request).token_ids
         gpu = next(w.pid for w in server.info().workers if w.kind == 1)

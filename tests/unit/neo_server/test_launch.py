@@ -40,8 +40,10 @@ def test_auto_takes_the_gpu_and_the_checkpoints_dtype_if_there_is_one(
 
 
 def test_what_was_given_is_taken_and_the_banner_says_so(tiny_model: Path) -> None:
-    given = options(tiny_model, max_model_len=64, dtype="bfloat16", num_gpu_blocks_override=9)
+    fields = {"max_model_len": 64, "dtype": "bfloat16", "num_gpu_blocks_override": 9}
+    given = options(tiny_model, **fields, cpu_attn_timeout=2.5)
     resolved = resolve(given, lambda: False)
+    assert resolved.config.worker.cpu_attn_timeout_s == 2.5
     lines = {setting: (value, why) for setting, value, why in rows(given, resolved)}
     assert lines["max_model_len"] == ("64", "as given")
     assert lines["dtype"] == ("bfloat16", "as given")
@@ -118,6 +120,7 @@ def test_settings_that_contradict_each_other_are_refused(
         ({"http_host": "::1"}, ["--http-host", "::1", "--http-port"]),
         ({"api_key": ""}, ["--api-key", "empty"]),
         ({"plan_timeout": math.nan}, ["--plan-timeout", "nan"]),
+        ({"cpu_attn_timeout": 0.0}, ["--cpu-attn-timeout", "0.0"]),
     ],
 )
 def test_an_impossible_flag_is_one_line_that_names_it(

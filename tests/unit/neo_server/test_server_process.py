@@ -188,7 +188,7 @@ def test_a_gpu_worker_that_hangs_is_noticed_and_its_successor_goes_on(
     tiny_model: Path, tmp_path: Path, end: signal.Signals
 ) -> None:
     """One that wakes up, which a server cannot kill in another container, leaves by itself."""
-    process = Process(tiny_model, tmp_path, "--plan-timeout", "0.5")
+    process = Process(*(tiny_model, tmp_path, "--plan-timeout", "0.5", "--cpu-attn-timeout", "1.5"))
     try:
         worker = process.worker()
         process.until(lambda: process.health() == SERVING)
