@@ -22,7 +22,7 @@ from gpu_worker.profiler import Profiler
 from neo_native import Control, CpuCache, Exchange, Sequences
 from neo_native.segments import SegmentSet
 from neo_native.timeline import Timeline
-from protos.config import EngineConfig, WorkerConfig
+from protos.config import PLAN_MODES, EngineConfig, PlanMode, WorkerConfig
 
 if TYPE_CHECKING:
     from neo_native import StepSlot
@@ -75,7 +75,7 @@ class Backend:
     runner: PlanRunner
     profiler: Profiler
     num_gpu_blocks: int
-    takes_riders: bool  # where the geometry has groups for them
+    modes: tuple[PlanMode, ...]  # kinds of plan that it runs
 
 
 def uses_triton(worker: WorkerConfig, device: torch.device) -> bool:
@@ -170,6 +170,13 @@ class Parts:
         )
 
 
+def modes_run(riders: bool, offloads: bool = True) -> tuple[PlanMode, ...]:
+    """Kinds of plan of a backend. ``riders``: the geometry has groups for them."""
+    if not offloads:
+        return ("gpu_only",)
+    return tuple(mode for mode in PLAN_MODES if riders or mode != "piggyback")
+
+
 def span_threads(worker: WorkerConfig) -> int:
     """How many threads copy a long span to or from the CPU-cache: of cores that are not leased."""
     return worker.torch_threads or max(1, worker.reserved_cores)
@@ -204,4 +211,4 @@ def make_torch_backend(parts: Parts) -> Backend:
     reader = PlanReader(sequences, parts.limits(blocks), model.device)
     groups, capacity = (int(parts.segments.geometry[f"ride_{n}"]) for n in ("groups", "capacity"))
     executor = Executor(model, cache, offload, parts.features(), groups, capacity)
-    return Backend(reader, executor, profiler, blocks, takes_riders=groups > 0)
+    return Backend(reader, executor, profiler, blocks, modes_run(riders=groups > 0))

@@ -54,8 +54,10 @@ def cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def profile_key(config: EngineConfig, device: str, world_size: int, threads: int) -> dict[str, Any]:
-    """What a table holds for."""
+def profile_key(
+    config: EngineConfig, device: str, world_size: int, threads: int, *, offloads: bool
+) -> dict[str, Any]:
+    """What a table holds for. ``offloads``: there may be CPU-requests."""
     raw = (Path(config.model_path) / "config.json").read_bytes()
     return {
         "model": hashlib.sha256(raw).hexdigest()[:16],
@@ -68,6 +70,7 @@ def profile_key(config: EngineConfig, device: str, world_size: int, threads: int
         "kv_dtype": config.cache.cpu_kv_cache_dtype.value,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "ride_capacity": config.scheduler.ride_capacity,
+        "offloads": offloads,
     }
 
 

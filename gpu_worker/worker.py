@@ -22,7 +22,7 @@ from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_w
 from neo_native import Array, Control, ResultProducer, ResultSlot, StepConsumer
 from neo_native.segments import SegmentSet
 from neo_native.timeline import Timeline
-from protos.config import EngineConfig
+from protos.config import EngineConfig, PlanMode
 from protos.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,6 @@ POLL_S = 0.2  # how soon an idle worker notices that the server is gone
 BUSY_POLL_S = 50e-6  # between looks at the step ring while a plan runs
 FULL_RING_PAUSE_S = 0.001
 READY = 2  # WorkerState of protos/wire.hpp
-# Kinds of plan by names of neo_server.plan.Mode: what every backend runs, and that of riders.
-PLAN_MODES = ("gpu_only", "one_batch", "two_batches")
-RIDE_MODE = "piggyback"
 
 
 class GpuWorker:
@@ -67,22 +64,23 @@ class GpuWorker:
         self.num_gpu_blocks = self._backend.num_gpu_blocks
         self._config = config
         self._world_size = int(geometry["world_size"])
-        self._has_pages = int(geometry["n_pages"]) > 0
         # The lock of this rank is held, so whoever the rings still name is dead.
         self._steps = StepConsumer(segments.steps, geometry, takeover=True)
         self._results = ResultProducer(segments.results, geometry, takeover=True)
 
     @property
-    def plan_modes(self) -> tuple[str, ...]:
+    def plan_modes(self) -> tuple[PlanMode, ...]:
         """Kinds of plan that this worker runs."""
-        return (*PLAN_MODES, RIDE_MODE) if self._backend.takes_riders else PLAN_MODES
+        return self._backend.modes
 
     def profile(self) -> str:
         """The table of stage times, stored or measured now, as JSON; "" where it is off."""
         if not self._config.worker.profile:
             return ""
-        threads = self._wait_for_cpu_threads() if self._has_pages else 0
-        key = profile_key(self._config, device_name(self.device), self._world_size, threads)
+        offloads = self._config.offloads and "one_batch" in self.plan_modes
+        threads = self._wait_for_cpu_threads() if offloads else 0
+        device = device_name(self.device)
+        key = profile_key(self._config, device, self._world_size, threads, offloads=offloads)
         folder = self._config.worker.profile_dir
         return load_or_profile(key, folder, lambda: self._backend.profiler.run(threads))
 

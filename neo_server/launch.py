@@ -20,12 +20,13 @@ from neo_server.errors import ConfigurationError
 from neo_server.geometry import SPARE_WORKERS, cpu_page_bytes, geometry_fields
 from neo_server.host_memory import FreeMemory, Need, auto_size, free_memory
 from neo_server.options import Device, LoadFormat, Options
-from neo_server.plan import Place
+from neo_server.plan import Mode, Place
 from neo_server.policies import load_policy
 from neo_server.riders import group_capacity
 from neo_server.tls import Tls
 from neo_server.unix_socket import socket_path
 from protos.config import (
+    PLAN_MODES,
     CacheConfig,
     DType,
     EngineConfig,
@@ -327,10 +328,14 @@ def _scheduler_config(
     if seqs is None:
         seqs = min(_DEFAULT_SEQS, budget)
         reasons["max_num_seqs"] = "default, or max_num_batched_tokens if less"
-    rides = options.enable_piggyback and options.kv_offloading_size != 0.0
+    modes = load_policy(options.scheduling_policy).modes
+    rides = (
+        options.enable_piggyback and options.kv_offloading_size != 0.0 and Mode.PIGGYBACK in modes
+    )
     return SchedulerConfig(
         ride_capacity=group_capacity(model.num_hidden_layers + 1, seqs) if rides else 0,
         scheduling_policy=options.scheduling_policy,
+        plan_modes=tuple(mode for mode in PLAN_MODES if mode in modes),
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,

@@ -6,12 +6,15 @@ Built and validated once, at the command line; travels to the gpu worker as JSON
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+# Kinds of plan, by names of neo_server.plan.Mode. gpu_only: no row of any kind for the CPU-cache.
+PlanMode = Literal["gpu_only", "one_batch", "two_batches", "piggyback"]
+PLAN_MODES: tuple[PlanMode, ...] = get_args(PlanMode)
 
 
 class _Frozen(BaseModel):
@@ -69,6 +72,8 @@ class SchedulerConfig(_Frozen):
     """What one iteration may hold."""
 
     scheduling_policy: str = "neo"  # a name of neo_server.policies, or "module:attribute"
+    # Kinds of plan that the policy makes: what the gpu worker captures and measures
+    plan_modes: tuple[PlanMode, ...] = PLAN_MODES
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive = 2048
     max_model_len: Positive = 2048
@@ -120,3 +125,10 @@ class EngineConfig(_Frozen):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
+
+    @property
+    def offloads(self) -> bool:
+        """Plans may have rows for the CPU-cache, and there is one."""
+        return self.cache.kv_offloading_size > 0 and any(
+            mode != "gpu_only" for mode in self.scheduler.plan_modes
+        )

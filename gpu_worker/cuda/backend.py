@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_worker.backends import Backend, Parts, span_threads
+from gpu_worker.backends import Backend, Parts, modes_run, span_threads
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange
@@ -32,7 +32,7 @@ def make_cuda_backend(parts: Parts) -> Backend:
     device = model.device
     torch.cuda.set_device(device)
     sequences = parts.sequences()
-    offloads = config.cache.kv_offloading_size > 0
+    offloads = config.offloads
     trial = _limits(parts, 1)
     layout = HostPlanReader(sequences, trial).layout
     buffers = Buffers(model.config, trial, layout, model.dtype, device, two_batches=offloads)
@@ -58,12 +58,13 @@ def make_cuda_backend(parts: Parts) -> Backend:
         timeout = config.worker.cpu_attn_timeout_s
         exchange = DeviceExchange(native, parts.segments, reader, model.dtype, timeout, device)
     stages = Stages(model, cache, buffers, exchange, config.scheduler.max_model_len)
+    modes = modes_run(trial.ride_groups > 0, offloads)
     with torch.inference_mode():
         _warm_up(stages, trial.max_tokens)
         graphs = None
         if not config.worker.enforce_eager:
             graphs = Graphs(stages, trial.max_rows, trial.max_tokens)
-            graphs.capture(offload=exchange is not None)
+            graphs.capture(set(modes) & set(config.scheduler.plan_modes))
     runner = CudaExecutor(
         stages,
         cache,
@@ -82,14 +83,13 @@ def make_cuda_backend(parts: Parts) -> Backend:
         parts.longest,
     )
     profiler.use(stages, native)
-    return Backend(reader, runner, profiler, blocks, takes_riders=trial.ride_groups > 0)
+    return Backend(reader, runner, profiler, blocks, modes)
 
 
 def _limits(parts: Parts, num_blocks: int) -> PlanLimits:
-    """Of a plan. No riders where there is no CPU-cache."""
+    """Of a plan. No riders where nothing is offloaded."""
     limits = parts.limits(num_blocks)
-    offloads = parts.config.cache.kv_offloading_size > 0
-    return limits if offloads else replace(limits, ride_groups=0, ride_capacity=0)
+    return limits if parts.config.offloads else replace(limits, ride_groups=0, ride_capacity=0)
 
 
 def _transient_bytes(parts: Parts, buffers: Buffers) -> int:

@@ -9,10 +9,11 @@ longer than the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gpu_worker.cuda.plan import PAD_TILES, TILE_Q, CpuChunk, HostBatch, HostPlan
+from protos.config import PlanMode
 
 SMALL = (1, 2, 4, 8)
 STEP = 8  # between buckets up to 64 rows; then 16 up to 128, then 32
@@ -137,18 +138,23 @@ class Buckets:
             pair for pair, held in zip(MIXED_ROWS, fewer, strict=False) if held < max_rows
         ]
 
-    def keys(self, offload: bool) -> Iterator[Key]:
-        """All of them. ``offload``: also with CPU rows, with two sub-batches, with riders."""
-        for cpu in (False, True) if offload else (False,):
-            for n in self._rows:
-                yield (decode_shape(0, n, cpu),)
-            for tokens in self._mixed:
-                for rows, splits in self._mixed_rows:
-                    yield (mixed_shape(tokens, rows, splits, cpu),)
-        if offload:
+    def keys(self, modes: Collection[PlanMode]) -> Iterator[Key]:
+        """Those of these kinds of plan; a single batch with CPU prefills counts as one_batch."""
+        if "gpu_only" in modes:
+            yield from self._single_keys(cpu=False)
+        if "one_batch" in modes:
+            yield from self._single_keys(cpu=True)
+        if "two_batches" in modes:
             yield from self._pair_keys()
-        if offload and self._ride_capacity:
+        if "piggyback" in modes and self._ride_capacity:
             yield from self._ride_keys()
+
+    def _single_keys(self, cpu: bool) -> Iterator[Key]:
+        for n in self._rows:
+            yield (decode_shape(0, n, cpu),)
+        for tokens in self._mixed:
+            for rows, splits in self._mixed_rows:
+                yield (mixed_shape(tokens, rows, splits, cpu),)
 
     def _pair_keys(self) -> Iterator[Key]:
         for a in self._pairs:
@@ -160,7 +166,7 @@ class Buckets:
                     yield mixed_shape(tokens, rows, splits, True), decode_shape(1, b, True)
 
     def _ride_keys(self) -> Iterator[Key]:
-        for (shape,) in self.keys(offload=False):
+        for (shape,) in self._single_keys(cpu=False):
             yield (shape.with_riders(self._ride_capacity),)
         for tokens in self._mixed:  # prefills straight into the CPU-cache feed the waves
             for rows, splits in self._mixed_rows:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import torch
 
 from gpu_worker.cuda.buckets import Buckets, Key
 from gpu_worker.cuda.plan import HostPlan
 from gpu_worker.cuda.stages import Stages
+from protos.config import PlanMode
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +25,9 @@ class Graphs:
         self._buckets = Buckets(max_rows, max_tokens, rides.layout.capacity if rides else 0)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, offload: bool) -> None:
-        """``offload``: also with CPU rows and with two sub-batches."""
-        keys = sorted(self._buckets.keys(offload), key=lambda key: -sum(s.tokens for s in key))
+    def capture(self, modes: Collection[PlanMode]) -> None:
+        """Those of these kinds of plan."""
+        keys = sorted(self._buckets.keys(modes), key=lambda key: -sum(s.tokens for s in key))
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
         for key in keys:  # the largest first: the others fit into its memory

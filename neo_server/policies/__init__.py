@@ -11,7 +11,7 @@ from pathlib import Path
 
 from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError
-from neo_server.plan import Place, Plan, View
+from neo_server.plan import Mode, Place, Plan, View
 from neo_server.policies import (
     fastdecode_plus,
     gpu_only,
@@ -25,22 +25,33 @@ from neo_server.policies import (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named policy and the caches that it may use."""
+    """A named policy, the caches that it may use and the kinds of plan that it makes.
+
+    Kinds as the metrics count them: CPU-bound prefills in a single batch are ``ONE_BATCH``. The gpu
+    worker is quick at these only; ``{GPU_ONLY}`` has it run no other.
+    """
 
     name: str
     plan: Callable[[View, CostModel], Plan]
     places: frozenset[Place] = frozenset((Place.GPU, Place.CPU))
+    modes: frozenset[Mode] = frozenset(Mode)
 
+
+_ON_CPU = frozenset((Place.CPU,))
+_PIPELINE = frozenset((Mode.ONE_BATCH, Mode.TWO_BATCHES))
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("gpu-only", gpu_only.plan, frozenset((Place.GPU,))),
-        Policy("simple-offload", simple_offload.plan, frozenset((Place.CPU,))),
-        Policy("symmetric", symmetric.plan, frozenset((Place.CPU,))),
-        Policy("fastdecode-plus", fastdecode_plus.plan, frozenset((Place.CPU,))),
-        Policy("mixed", mixed.plan),
-        Policy("piggyback", piggyback.plan, frozenset((Place.CPU,))),
+        Policy("gpu-only", gpu_only.plan, frozenset((Place.GPU,)), frozenset((Mode.GPU_ONLY,))),
+        Policy("simple-offload", simple_offload.plan, _ON_CPU, frozenset((Mode.ONE_BATCH,))),
+        Policy("symmetric", symmetric.plan, _ON_CPU, _PIPELINE),
+        Policy("fastdecode-plus", fastdecode_plus.plan, _ON_CPU, _PIPELINE),
+        Policy("mixed", mixed.plan, modes=_PIPELINE | {Mode.GPU_ONLY}),
+        Policy(
+            *("piggyback", piggyback.plan, _ON_CPU),
+            modes=frozenset((Mode.ONE_BATCH, Mode.PIGGYBACK)),
+        ),
         Policy("neo", neo.plan),
     )
 }

@@ -32,7 +32,7 @@ from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
-from protos.config import DType, KvCacheDType
+from protos.config import PLAN_MODES, DType, KvCacheDType
 from tests.gpu.kernel_rig import DEVICE, LEN, PAGE_SIZE, SLOTS, KernelRig, config_of
 from tests.helpers import policies
 from tests.unit.neo_server.simulation import Sizes, Slot
@@ -80,7 +80,7 @@ def runner_on(rig: KernelRig, graphs: bool, one_stream: bool) -> CudaExecutor:
     captured = None
     if graphs:
         captured = Graphs(stages, SIZES.max_num_seqs, SIZES.budget)
-        captured.capture(offload=True)
+        captured.capture(PLAN_MODES)
     features = Features(DEVICE, SLOTS, LEN, rig.config.vocab_size, model.logits)
     layout = rig.reader.layout
     return CudaExecutor(

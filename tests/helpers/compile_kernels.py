@@ -45,7 +45,7 @@ from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, empty_weights
 from neo_native import SegmentKind, SwapKind
 from neo_native.segments import SegmentSet
-from protos.config import DType, KvCacheDType
+from protos.config import PLAN_MODES, DType, KvCacheDType
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import make_geometry, make_segment
 
@@ -164,7 +164,7 @@ def make_stages(config: ModelConfig, dtype: DType, kv_code: int) -> Stages:
 def start(stages: Stages) -> None:
     """What the backend launches before the first plan."""
     backend._warm_up(stages, MAX_TOKENS)
-    for key in Buckets(MAX_ROWS, MAX_TOKENS, RIDERS).keys(offload=True):
+    for key in Buckets(MAX_ROWS, MAX_TOKENS, RIDERS).keys(PLAN_MODES):
         stages.forward(key)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpu_worker.cuda.buckets import Buckets
 from neo_native import make_geometry
 from neo_server import launch
 from neo_server.banner import rows
@@ -205,6 +206,21 @@ def test_the_default_cpu_cache_is_sized_by_what_is_free(tiny_model: Path) -> Non
     assert "kv_offloading_size" not in asked.reasons
     none = replace(given, scheduling_policy="gpu-only")
     assert resolve(none, lambda: True, _must_not_measure).config.cache.kv_offloading_size == 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [("gpu-only", 51), ("simple-offload", 51), ("symmetric", 124), ("piggyback", 134),
+     ("mixed", 175), ("neo", 258), ("tests.helpers.policies:churn", 258)],
+)  # fmt: skip
+def test_a_policy_has_the_graphs_of_the_plans_that_it_makes(
+    policy: str, count: int, tiny_model: Path
+) -> None:
+    given = Options(model=str(tiny_model), scheduling_policy=policy, kv_offloading_size=0.5)
+    scheduler = resolve(given, lambda: True).config.scheduler
+    chosen = Buckets(256, 2048, scheduler.ride_capacity)
+    assert len(set(chosen.keys(scheduler.plan_modes))) == count
+    assert (scheduler.ride_capacity > 0) == ("piggyback" in scheduler.plan_modes)
 
 
 def _must_not_measure(_shm_dir: Path | None) -> FreeMemory:

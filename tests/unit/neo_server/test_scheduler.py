@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from neo_native import RowKind
 from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError, PlanError
-from neo_server.plan import Place, Plan, PlanRow, Rows, Seqs, SeqView, View
+from neo_server.plan import Mode, Place, Plan, PlanRow, Rows, Seqs, SeqView, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import POLICIES, load_policy
 from neo_server.request import State
 from neo_server.step import Step
+from protos.config import PLAN_MODES
 from tests.helpers.fake_gpu_worker import generate
 from tests.unit.neo_server.simulation import Simulation, Sizes
 
@@ -127,6 +128,23 @@ def test_every_policy_serves_long_traffic(policy: str, seed: int) -> None:
         assert min(metrics.num_swap_outs, metrics.num_preemptions) > 0
     if policy == CHURN:
         assert metrics.num_swap_ins > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ride_capacity", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_makes_the_kinds_of_plan_that_it_names(
+    policy: str, ride_capacity: int, seed: int
+) -> None:
+    sizes = Sizes(policy, gpu_blocks=16, cpu_pages=12, ride_capacity=ride_capacity, budget=16)
+    simulation = Simulation(sizes, seed, void_rate=0.1)
+    serve(simulation, random.Random(seed), n_requests=40)
+    made = {Mode(kind) for kind, count in simulation.scheduler.metrics.iterations.items() if count}
+    named = load_policy(policy).modes
+    assert made <= named
+    if policy != "neo":
+        assert made == named - (frozenset() if ride_capacity else {Mode.PIGGYBACK})
+    assert {*PLAN_MODES} == {*Mode}
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)

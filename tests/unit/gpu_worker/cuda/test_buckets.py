@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from gpu_worker.cuda.plan import (
 from gpu_worker.cuda.rides import HostRides
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.sampler import SamplingParams
+from protos.config import PLAN_MODES, PlanMode
 
 NONE = np.empty(0, np.uint32)
 SAMPLING = SamplingParams(NONE, NONE, NONE, NONE, NONE, NONE)  # of no interest here
@@ -130,8 +132,8 @@ def test_the_graph_of_a_plan_holds_every_batch_and_was_captured(
     key = chosen.key_of(plan)
     if key is None:
         return
-    offload = len(plan.batches) > 1 or any(batch.to_cpu for batch in plan.batches)
-    assert key in set(chosen.keys(offload))
+    on_cpu: PlanMode = "one_batch" if plan.batches[0].to_cpu else "gpu_only"
+    assert key in set(chosen.keys(("two_batches" if len(plan.batches) > 1 else on_cpu,)))
     for shape, batch in zip(key, plan.batches, strict=True):
         check_holds(shape, batch)
 
@@ -177,7 +179,7 @@ def test_prefills_beside_a_second_batch_have_a_graph(on_cpu: bool, new: int, mat
     second = batch_of(1, 0, mates, [])
     key = chosen.key_of(plan_of(first, second))
     assert key is not None
-    assert key in set(chosen.keys(offload=True))
+    assert key in set(chosen.keys(PLAN_MODES))
     for shape, batch in zip(key, (first, second), strict=True):
         check_holds(shape, batch)
     assert key[0].tokens - first.n_tokens < max(TILE_Q * 2, first.n_tokens / 4)
@@ -202,21 +204,27 @@ def test_buckets_grow_and_reach_the_most(most: int) -> None:
         assert len(made) == 1 or made[-2] < last
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_how_many_graphs_there_are(offload: bool) -> None:
+DECODES, MIXED = 19, 32
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        ("gpu_only", {(1, False, False): DECODES, (1, False, True): MIXED}),
+        ("one_batch", {(1, True, False): DECODES, (1, True, True): MIXED}),
+        ("two_batches", {(2, True, False): len(PAIRS) ** 2, (2, True, True): 48}),
+        ("piggyback", {(1, False, False): DECODES, (1, False, True): MIXED, (1, True, True): 32}),
+    ],
+)
+def test_how_many_graphs_there_are(mode: PlanMode, wanted: dict[Any, int]) -> None:
     """With the default limits: decodes, prefills by 64 and 256 decode rows, pairs of batches."""
-    keys = list(Buckets(256, 2048).keys(offload))
+    assert len(buckets(256)) == DECODES
+    assert 2 * len(mixed_buckets(2048)) == MIXED
+    assert 2 * len(pair_buckets(2048)) * len(MATES) == 48
+    keys = list(Buckets(256, 2048, RIDERS).keys((mode,)))
     assert len(keys) == len(set(keys))
-    kinds = Counter((len(key), key[0].to_cpu, key[0].tiles > 0) for key in keys)
-    decodes, mixed = len(buckets(256)), 2 * len(mixed_buckets(2048))
-    assert (decodes, mixed) == (19, 32)
-    wanted = {(1, False, False): decodes, (1, False, True): mixed}
-    if offload:
-        wanted |= {(1, True, False): decodes, (1, True, True): mixed}
-        wanted[(2, True, False)] = len(PAIRS) ** 2
-        wanted[(2, True, True)] = 2 * len(pair_buckets(2048)) * len(MATES)
-        assert wanted[(2, True, True)] == 48
-    assert dict(kinds) == wanted
+    assert Counter((len(key), key[0].to_cpu, key[0].tiles > 0) for key in keys) == wanted
+    assert all((key[0].lead == RIDERS) == (mode == "piggyback") for key in keys)
 
 
 @pytest.mark.parametrize("max_rows", [1, 4, 8, 15, 16, 64, 256, 300])
@@ -230,7 +238,7 @@ def test_every_graph_fits_metadata_and_buffers(max_rows: int, more: int, riders:
         vocab_size=320, ride_groups=4 if riders else 0, ride_capacity=riders,
     )  # fmt: skip
     size = {name: field.size for name, field in MetaLayout(limits).fields.items()}
-    for key in Buckets(max_rows, max_tokens, riders).keys(offload=True):
+    for key in Buckets(max_rows, max_tokens, riders).keys(PLAN_MODES):
         for shape in key:
             assert shape.tokens <= size["ids"] == max_tokens + PAD_TOKENS + riders
             assert shape.tiles <= size["tile_rows"] == size["tile_firsts"], shape
@@ -254,7 +262,7 @@ def test_the_graph_of_a_plan_with_riders_has_their_places(batch: HostBatch, samp
     assert (key is None) == (without is None or batch.n_cpu_rows > 0)
     if key is None:
         return
-    assert key in set(chosen.keys(offload=True))
+    assert key in set(chosen.keys(PLAN_MODES))
     (shape,), (batch,) = key, plan.batches
     check_holds(shape, batch)
     assert shape.tokens >= batch.lead + batch.n_tokens
@@ -265,7 +273,7 @@ def test_riders_alone_have_a_graph() -> None:
     chosen = Buckets(64, 700, RIDERS)
     key = chosen.key_of(riding(batch_of(0, 0, 0, []), RIDERS))
     assert key == (decode_shape(0, 1, cpu=False).with_riders(RIDERS),)
-    assert key in set(chosen.keys(offload=True))
+    assert key in set(chosen.keys(PLAN_MODES))
 
 
 def test_riders_with_two_sub_batches_have_none() -> None:
@@ -285,4 +293,4 @@ def test_a_prefill_beside_as_many_decodes_as_there_may_be_has_a_graph(max_rows: 
     shapes = Buckets(max_rows, 2048)
     key = shapes.key_of(plan_of(batch_of(0, max_rows - 1, 0, [200], sampled_prefills=1)))
     assert key is not None
-    assert key in set(shapes.keys(offload=False))
+    assert key in set(shapes.keys(("gpu_only",)))
