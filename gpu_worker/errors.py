@@ -4,6 +4,7 @@ GpuWorkerError
 ├── CheckpointError     the files of the model are not what the configuration says
 ├── CacheSizeError      the GPU-cache cannot be made as asked
 ├── DeviceError         the device asked for is not there
+│   └── PinningError    the driver refuses to pin a shared segment
 ├── GeometryError       the shared segments were made for another model
 └── BadPlanError        the server sent a plan that cannot be run
 """
@@ -25,6 +26,10 @@ class CacheSizeError(GpuWorkerError):
 
 class DeviceError(GpuWorkerError):
     """The device asked for is not usable here."""
+
+
+class PinningError(DeviceError):
+    """The driver refuses to pin a shared segment; names size, offset and the driver's error."""
 
 
 class GeometryError(GpuWorkerError):

@@ -23,7 +23,7 @@ from neo_server.gpu_client import GpuClient
 from neo_server.health import Health
 from neo_server.launch import Options, Resolved
 from neo_server.listeners import control_server, listen, prompt_bytes, public_server
-from neo_server.plan import Place
+from neo_server.plan import Mode, Place
 from neo_server.policies import Policy, load_policy
 from neo_server.request import SamplingParams, StopConditions
 from neo_server.scheduler import RUNNABLE, Scheduler
@@ -64,11 +64,8 @@ class Server:
         self.num_cpu_pages = num_cpu_pages(
             resolved.config.cache, resolved.model, resolved.config.worker.dtype
         )
-        if self.policy.places == {Place.CPU} and self.num_cpu_pages == 0:
-            raise ConfigurationError(
-                f"scheduling_policy is {self.policy.name}; kv_offloading_size, "
-                f"{resolved.config.cache.kv_offloading_size} GiB, holds no page"
-            )
+        size = resolved.config.cache.kv_offloading_size
+        self._check_places(f"kv_offloading_size, {size} GiB, holds no page")
         self.address = ""
         self.control_address = ""
         self._health = Health(SERVICES)
@@ -77,6 +74,10 @@ class Server:
         self._engine_task: asyncio.Task[None] | None = None
         self.state: ServerState | None = None
         self.before_workers: Callable[[SharedMemory], None] = lambda _memory: None
+
+    def _check_places(self, reason: str) -> None:
+        if self.policy.places == {Place.CPU} and self.num_cpu_pages == 0:
+            raise ConfigurationError(f"scheduling_policy is {self.policy.name}; {reason}")
 
     async def run(self) -> None:
         """Serves until SIGINT or SIGTERM; a second signal ends the drain at once."""
@@ -254,6 +255,9 @@ class Server:
 
     def _make_blocks(self, num_gpu_blocks: int) -> BlockManager:
         assert self.state is not None
+        if self.state.gpu.modes == {Mode.GPU_ONLY}:  # for good: the scheduler keeps the modes too
+            self.num_cpu_pages = 0
+            self._check_places("the gpu worker runs no plan with CPU-requests")
         cache = self.resolved.config.cache
         return BlockManager(
             self.state.memory.sequences,

@@ -10,9 +10,10 @@ import torch
 from gpu_worker.backends import Backend, Parts, modes_run, span_threads
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers
-from gpu_worker.cuda.exchange import DeviceExchange
+from gpu_worker.cuda.exchange import DeviceExchange, device_segments
 from gpu_worker.cuda.executor import CudaExecutor
 from gpu_worker.cuda.graphs import Graphs
+from gpu_worker.cuda.pinning import pin_or_do_without
 from gpu_worker.cuda.plan import CpuChunk
 from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.profiler import CudaProfiler
@@ -32,8 +33,11 @@ def make_cuda_backend(parts: Parts) -> Backend:
     device = model.device
     torch.cuda.set_device(device)
     sequences = parts.sequences()
-    offloads = config.offloads
-    trial = _limits(parts, 1)
+    pinned = None
+    if config.offloads:
+        pinned = pin_or_do_without(device_segments(parts.segments), config, device)
+    offloads = pinned is not None
+    trial = _limits(parts, 1, offloads)
     layout = HostPlanReader(sequences, trial).layout
     buffers = Buffers(model.config, trial, layout, model.dtype, device, two_batches=offloads)
     if offloads:
@@ -51,12 +55,14 @@ def make_cuda_backend(parts: Parts) -> Backend:
         "GPU-cache: %d blocks of %d tokens, %.2f GiB", blocks, config.cache.block_size,
         cache.blocks.numel() * cache.blocks.element_size() / 2**30,
     )  # fmt: skip
-    reader = HostPlanReader(sequences, _limits(parts, blocks))
+    reader = HostPlanReader(sequences, _limits(parts, blocks, offloads))
     native = parts.exchange()
     exchange = None
     if offloads:
         timeout = config.worker.cpu_attn_timeout_s
-        exchange = DeviceExchange(native, parts.segments, reader, model.dtype, timeout, device)
+        exchange = DeviceExchange(
+            native, parts.segments, reader, model.dtype, timeout, device, pinned
+        )
     stages = Stages(model, cache, buffers, exchange, config.scheduler.max_model_len)
     modes = modes_run(trial.ride_groups > 0, offloads)
     with torch.inference_mode():
@@ -86,10 +92,10 @@ def make_cuda_backend(parts: Parts) -> Backend:
     return Backend(reader, runner, profiler, blocks, modes)
 
 
-def _limits(parts: Parts, num_blocks: int) -> PlanLimits:
+def _limits(parts: Parts, num_blocks: int, offloads: bool) -> PlanLimits:
     """Of a plan. No riders where nothing is offloaded."""
     limits = parts.limits(num_blocks)
-    return limits if parts.config.offloads else replace(limits, ride_groups=0, ride_capacity=0)
+    return limits if offloads else replace(limits, ride_groups=0, ride_capacity=0)
 
 
 def _transient_bytes(parts: Parts, buffers: Buffers) -> int:

@@ -5,6 +5,7 @@ The host announces, watches and retires; kernels publish, wait and collect.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from gpu_worker.errors import BadPlanError
 from neo_native import SwapKind, device_layout
 
 if TYPE_CHECKING:
-    from neo_native import Exchange
+    from neo_native import Exchange, Segment
     from neo_native.segments import SegmentSet
 
 Array = npt.NDArray[Any]
@@ -47,6 +48,11 @@ COPY_PROGRAMS = 64
 BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
 
 
+def device_segments(segments: SegmentSet) -> tuple[Segment, Segment, Segment]:
+    """Those that kernels read and write."""
+    return segments.work, segments.exchange, segments.cpu_cache
+
+
 class DeviceExchange:
     """Views of the pinned segments, and what of them a plan uses."""
 
@@ -58,8 +64,9 @@ class DeviceExchange:
         act_dtype: torch.dtype,
         timeout_s: float,
         device: torch.device,
+        pinned: Sequence[MappedSegment] | None = None,
     ) -> None:
-        """Raises ``DeviceError`` where a segment cannot be pinned."""
+        """``pinned``: what ``device_segments`` gives; None: here, or ``PinningError``."""
         geometry = segments.geometry
         self._native = exchange
         self._reader = reader
@@ -69,9 +76,7 @@ class DeviceExchange:
         self._max_tasks, self._max_rows = int(geometry["max_tasks"]), int(geometry["max_rows"])
         self._n_layers = int(geometry["n_layers"])
         self._kv_heads, self._head_dim = int(geometry["n_kv_heads"]), int(geometry["head_dim"])
-        self._mapped = [
-            MappedSegment(s) for s in (segments.work, segments.exchange, segments.cpu_cache)
-        ]
+        self._mapped = pinned or [MappedSegment(s) for s in device_segments(segments)]
         work, out, cache = self._mapped
         kv_dtype = KV_DTYPES[int(geometry["kv_dtype"])]
         self.is_int8 = kv_dtype is torch.int8

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.errors import DeviceError
+from gpu_worker.errors import PinningError
 
 if TYPE_CHECKING:
     from neo_native import Segment
@@ -33,7 +33,7 @@ class MappedSegment:
     """A segment pinned for the device while this lives; views of it may be given to kernels."""
 
     def __init__(self, segment: Segment) -> None:
-        """Raises ``DeviceError`` where the driver refuses to pin it."""
+        """Raises ``PinningError`` where the driver refuses to pin it."""
         self._chunks: list[int] = []
         # Whoever maps other memory there later could not pin it, or would read the old pages.
         self._unpin = weakref.finalize(self, _unpin, segment, self._chunks)
@@ -41,11 +41,12 @@ class MappedSegment:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for at in range(0, segment.size, CHUNK_BYTES):
             size = min(CHUNK_BYTES, segment.size - at)
-            error = int(runtime.cudaHostRegister(segment.address + at, size, 0))
-            if error != 0:
+            error = runtime.cudaHostRegister(segment.address + at, size, 0)
+            if int(error) != 0:
                 self.close()
-                raise DeviceError(
-                    f"cudaHostRegister of {size} bytes at {at} of {segment.size}: error {error}"
+                raise PinningError(
+                    f"cudaHostRegister of {size} bytes at {at} of {segment.size}: "
+                    f"error {int(error)}, {runtime.cudaGetErrorString(error)}"
                 )
             self._chunks.append(segment.address + at)
         buffer = (ctypes.c_uint8 * segment.size).from_address(segment.address)

@@ -169,13 +169,14 @@ def main() -> None:
     from neo_native import ResultProducer, Sequences, StepConsumer, segments
     from protos import control_pb2 as pb
     from protos import control_pb2_grpc as rpc
-    from protos.config import EngineConfig
+    from protos.config import PLAN_MODES, EngineConfig
     from protos.credentials import key_metadata
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
     parser.add_argument("--die-at", type=int, default=0, help="exit before answering this plan")
     parser.add_argument("--plan-ms", type=float, default=0.0, help="sleep of every plan")
+    parser.add_argument("--modes", nargs="+", default=PLAN_MODES, help="kinds of plan it runs")
     parser.add_argument("--fail", action="store_true", help="exit before registering")
     arguments = parser.parse_args()
     if arguments.fail:
@@ -206,7 +207,7 @@ def main() -> None:
             rank=0,
             num_gpu_blocks=blocks,
             device="fake",
-            plan_modes=("gpu_only", "one_batch", "two_batches", "piggyback"),
+            plan_modes=arguments.modes,
         )
         stub.ReportGpuReady(ready, metadata=key_metadata())
     given_up = segments.gpu_given_up_byte(0)

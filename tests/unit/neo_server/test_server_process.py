@@ -223,6 +223,35 @@ def test_gpu_only_serves_without_cpu_cache_and_cpu_workers(
         process.close()
 
 
+def test_a_worker_that_runs_gpu_plans_only_gets_no_others(tiny_model: Path, tmp_path: Path) -> None:
+    process = Process(tiny_model, tmp_path)  # of a policy that places half of all on the CPU
+    try:
+        process.worker("--modes", "gpu_only")
+        process.until(process.address_file.exists)
+        info = process.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10.0)
+        assert info.num_cpu_pages == process.loads().num_total_cpu_pages == 0
+        streams = [process.stub.Generate(request_of([1, 4], 20, seed)) for seed in range(4)]
+        for seed, stream in enumerate(streams):
+            assert tokens_of(stream) == generate(seed, [1, 4], 20)
+        kinds = {kind for kind, count in process.loads().iterations.items() if count}
+        assert kinds == {"gpu_only"}
+    finally:
+        process.close()
+
+
+def test_a_policy_with_cpu_requests_only_does_not_start_with_such_a_worker(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    process = Process(tiny_model, tmp_path, "--scheduling-policy", "simple-offload")
+    try:
+        process.worker("--modes", "gpu_only")
+        assert process.process.wait(30.0) == 1
+        said = process.log_path.read_text()
+        assert "simple-offload; the gpu worker runs no plan with CPU-requests" in said
+    finally:
+        process.close()
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
