@@ -99,7 +99,7 @@ class CorrectedCost:
         if sum(times.linear) <= 0.0:
             self._learn_untimed(load, stages, measured, times, floor)
             return
-        moved = sum(batch.moved for batch in load.batches)
+        moved = sum(batch.moved + batch.awaited for batch in load.batches)
         self._compare("linear", layers * sum(s.linear for s in stages), sum(times.linear), floor)
         self._learn_attention(load, layers, sum(times.gpu_attn), floor)
         self._compare("handoff", layers * sum(s.handoff for s in stages), times.handoff, floor)
@@ -126,7 +126,7 @@ class CorrectedCost:
         learned from: iterations with copies between the caches, which no sum accounts for. Late
         riders are waited for beside the GPU's attention, so that no sum is left then.
         """
-        if any(batch.moved for batch in load.batches):
+        if any(batch.moved or batch.awaited for batch in load.batches):
             return
         if times.ride_wait > floor:
             self._learn_riders(load, times, measured, floor)

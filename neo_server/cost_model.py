@@ -63,14 +63,16 @@ class Load:
     gpu_tokens: float = 0  # K and V that GPU decodes read
     cpu_rows: float = 0
     cpu_tokens: float = 0
-    moved: float = 0  # tokens between the caches: CPU-bound prefills and swaps
+    moved: float = 0  # tokens between the caches: CPU-bound prefills, and swaps beside it
     sampled: float = 0
+    awaited: float = 0  # tokens of swaps that have to be through before it begins
 
     def with_cpu(self, rows: float, tokens: float) -> Load:
         """With that many CPU decodes more."""
         return Load(
             *(self.tokens + rows, self.pairs, self.gpu_rows, self.gpu_tokens),
             *(self.cpu_rows + rows, self.cpu_tokens + tokens, self.moved, self.sampled + rows),
+            self.awaited,
         )
 
     def with_prefill(self, n_new: int, start: int, *, moved: bool, last: bool) -> Load:
@@ -78,14 +80,14 @@ class Load:
         return Load(
             *(self.tokens + n_new, self.pairs + pairs_of(n_new, start)),
             *(self.gpu_rows, self.gpu_tokens, self.cpu_rows, self.cpu_tokens),
-            *(self.moved + (n_new if moved else 0), self.sampled + last),
+            *(self.moved + (n_new if moved else 0), self.sampled + last, self.awaited),
         )
 
     def with_riders(self, tokens: float, sampled: float) -> Load:
         """With riders' rows in every linear stage, on average, and those of the last one."""
         return Load(
             *(self.tokens + tokens, self.pairs, self.gpu_rows, self.gpu_tokens),
-            *(self.cpu_rows, self.cpu_tokens, self.moved, self.sampled + sampled),
+            *(self.cpu_rows, self.cpu_tokens, self.moved, self.sampled + sampled, self.awaited),
         )
 
 
@@ -177,10 +179,12 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
     seconds += ride_handoffs(cost, ride)
-    moved = sum(load.moved for load in loads)
+    moved, awaited = sum(load.moved for load in loads), sum(load.awaited for load in loads)
     if moved:
         transfer = layers * cost.transfer(moved)
         seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
+    if awaited:
+        seconds += layers * cost.transfer(awaited)
     seconds += cost.head(sum(load.sampled for load in loads))
     return max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
 
@@ -219,10 +223,14 @@ def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
             known[seq.id] = seq
             missing.discard(seq.id)
     loads = [load_of(b, Seqs.of(known[i] for i in b.seq.tolist())) for b in plan.batches]
-    swapped = sum(known[i].num_computed for i in plan.swap_out + plan.swap_in)
     if not loads:
         loads = [Load()]
-    loads[0].moved += swapped
+    named = {int(i) for ids in (*(b.seq for b in plan.batches), plan.riders) for i in ids}
+    for seq_id in plan.swap_out + plan.swap_in:
+        if seq_id in named:
+            loads[0].awaited += known[seq_id].num_computed
+        else:
+            loads[0].moved += known[seq_id].num_computed
     riders = Seqs.of(known[i] for i in plan.riders.tolist())
     tokens, groups = int(riders.num_tokens.sum()), max(view.ride_groups, 2)
     ride = Ride.spread(len(riders), tokens, groups, view.ride_capacity)

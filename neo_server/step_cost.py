@@ -55,13 +55,19 @@ class StepLoad:
         return gpu, cpu
 
 
-def load_of_step(step: Step) -> StepLoad:
-    """From the rows, as they were planned."""
+def load_of_step(step: Step, *, swaps: bool = True) -> StepLoad:
+    """From the rows, as they were planned. ``swaps``: with those of the plan."""
     first, second, riders = step.n_rows
     loads = [_load(step, slice(0, first))]
     if second:
         loads.append(_load(step, slice(first, first + second)))
-    loads[0].moved += sum(swap.n_tokens for swap in step.swaps)
+    if swaps and step.swaps:
+        named = set(step.slot.tolist())
+        for swap in step.swaps:
+            if swap.slot in named:
+                loads[0].awaited += swap.n_tokens
+            else:
+                loads[0].moved += swap.n_tokens
     ride = _ride(step, slice(first + second, None)) if riders else NO_RIDE
     return StepLoad(tuple(loads), ride)
 

@@ -19,6 +19,7 @@ from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
 from neo_server.riders import group_capacity
 from neo_server.scheduler import Scheduler
+from neo_server.simulator.device import Device, Times
 from neo_server.simulator.workload import Arrival
 from neo_server.step import StageTimes, Step, StepResult
 from neo_server.step_cost import StepLoad, load_of_step
@@ -138,8 +139,9 @@ class Simulation:
             ride_groups=groups,
         )
         self.now = 0.0
+        self.device = Device(setting.cost, tables.block_table, BLOCK_SIZE)
         self._alive: dict[int, Timeline] = {}
-        self._in_flight: deque[tuple[Step, StepLoad]] = deque()
+        self._in_flight: deque[tuple[Step, Times]] = deque()
         self._gpu_busy = self._cpu_busy = 0.0
         self._iterations = 0
         self._work = 0.0
@@ -206,16 +208,16 @@ class Simulation:
             step = self.scheduler.schedule()
             if step is None:
                 break
-            self._in_flight.append((step, load_of_step(step)))
+            self._in_flight.append((step, self.device.enqueue(step, self.now)))
 
     def _finish_step(self) -> None:
-        step, load = self._in_flight.popleft()
-        elapsed = load.seconds(self.setting.cost)
+        step, times = self._in_flight.popleft()
+        load = load_of_step(step)
         gpu, cpu = load.busy(self.setting.cost)
         self._gpu_busy += gpu
         self._cpu_busy += cpu
         self._iterations += 1
-        self.now += elapsed
+        self.now = max(self.now, times.reported)
         is_prefill = step.kind < RowKind.DECODE_GPU
         decodes = int(step.sample[~is_prefill].sum())
         prompt = int(step.n_new[is_prefill].sum())
@@ -223,8 +225,8 @@ class Simulation:
         sample = step.sample.tolist()
         statuses = [RowStatus.SAMPLED if s else RowStatus.COMPUTED for s in sample]
         tokens = [0 if s else -1 for s in sample]
-        times = stage_times(self.setting.cost, load)
-        result = StepResult(step.plan_id, statuses, tokens, elapsed, times)
+        stages, elapsed = stage_times(self.setting.cost, load), times.end - times.begin
+        result = StepResult(step.plan_id, statuses, tokens, elapsed, stages)
         for seq, _ in self.scheduler.update(step, result):
             request = self._alive[seq.id]
             if seq.num_output == 1:
