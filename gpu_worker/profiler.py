@@ -108,6 +108,8 @@ def load_or_profile(key: dict[str, Any], folder: str | None, measure: Callable[[
 class Profiler:
     """One model on one device, before any plan runs."""
 
+    overlaps_transfers = False  # swaps come before the iteration, in line
+
     def __init__(
         self,
         model: LlamaModel,
@@ -142,7 +144,7 @@ class Profiler:
         tokens, rows, length = self._limits
         return {
             "num_layers": self._model.config.num_hidden_layers,
-            "overlaps_transfers": False,
+            "overlaps_transfers": self.overlaps_transfers,
             "linear": self._curve(self._linear, _up_to(LINEAR, tokens)),
             "head": self._curve(self._head, _up_to(HEAD, rows)),
             "prefill_attn": self._prefill(_up_to(PREFILL, tokens)),

@@ -55,6 +55,8 @@ class Measured:
 class CudaProfiler(Profiler):
     """As ``Profiler``, over the kernels of ``gpu_worker.cuda``."""
 
+    overlaps_transfers = True  # ``gpu_worker.cuda.copies``
+
     def use(self, stages: Stages, exchange: Exchange) -> None:
         """Before ``run``."""
         self._stages = stages

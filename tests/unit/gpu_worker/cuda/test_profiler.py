@@ -14,6 +14,7 @@ from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.plan import MetaLayout
 from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.kv_pool import GpuCache
+from gpu_worker.profiler import Profiler
 from tests.unit.gpu_worker.cuda.test_buffers import CPU, LIMITS, config
 
 
@@ -31,3 +32,13 @@ def test_the_longest_slot_of_the_cpu_cache_fits_the_block_tables(rows: int) -> N
     last = (rows - 1) * int(fields["table_stride"][0]) + (int(fields["row_lens"].max()) - 1) // 16
     assert fields["row_lens"][:rows].min() >= room
     assert last < len(fields["tables"])
+
+
+def test_the_table_says_which_worker_copies_beside_its_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: Any = (SimpleNamespace(config=config(), device=CPU), None, None, 8, 8, 8)
+    for kind, beside in ((CudaProfiler, True), (Profiler, False)):
+        for stage in ("_curve", "_surface", "_prefill", "_ride_handoff"):
+            monkeypatch.setattr(kind, stage, lambda *_: None)
+        assert kind(*parts)._stages_table()["overlaps_transfers"] is beside
