@@ -259,11 +259,16 @@ class FreeCost:
     overlaps_transfers = True
 
     def __init__(
-        self, handoff_s: float = 0.0, cpu_s_per_token: float = 1e-9, num_layers: int = 1
+        self,
+        handoff_s: float = 0.0,
+        cpu_s_per_token: float = 1e-9,
+        num_layers: int = 1,
+        moved_s_per_token: float = 1e-12,
     ) -> None:
         self.num_layers = num_layers
         self._handoff_s = handoff_s
         self._cpu_s_per_token = cpu_s_per_token
+        self._moved_s_per_token = moved_s_per_token
 
     def linear(self, tokens: float) -> float:
         """Weights are all that counts."""
@@ -290,8 +295,8 @@ class FreeCost:
         return self._handoff_s if rows else 0.0
 
     def transfer(self, tokens: float) -> float:
-        """Nothing to speak of."""
-        return 1e-12 * tokens
+        """In proportion to the tokens."""
+        return self._moved_s_per_token * tokens
 
     def head(self, sampled: float) -> float:
         """Fixed."""

@@ -123,13 +123,14 @@ class Queues:
         if view.cpu_workers == 0:
             return
         left_out = view.running.is_decode & (view.running.place == Place.CPU)
-        if not left_out.any():
+        changed = view.running.skipped > 0
+        if not (left_out.any() or changed.any()):
             return
         has_row = self._columns.mask(step.slot)
         left_out &= ~has_row[slots]
-        if moved := plan.preempt + plan.swap_in:
-            left_out &= ~np.isin(view.running.id, moved)
-        changed = left_out | (view.running.skipped > 0)
+        if plan.preempt:
+            left_out &= ~np.isin(view.running.id, plan.preempt)
+        changed |= left_out
         counted = np.where(left_out, view.running.skipped + 1, 0)[changed]
         for seq_id, skipped in zip(
             view.running.id[changed].tolist(), counted.tolist(), strict=True

@@ -9,6 +9,7 @@ the GPU-only plan, the two-batch plan and the further candidates of ``candidates
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, sqrt
 
 import numpy as np
@@ -19,6 +20,7 @@ from neo_server.policies.candidates import Choice, Worth, best
 from neo_server.policies.draft import Draft, decode_load
 from neo_server.policies.population import population
 from neo_server.policies.queue import Orders
+from neo_server.policies.resting import rest
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
@@ -36,14 +38,14 @@ _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 def plan(view: View, cost: CostModel) -> Plan:
     """GPU decodes and prefills in batch-0; CPU decodes where they pay most."""
     draft = Draft(view)
-    gpu, cpu = _place(draft, cost)
+    gpu, cpu, awaited = rest(draft, cost, *_place(draft, cost))
     gpu_decodes = gpu.take(gpu.is_decode)
     cpu_decodes = cpu.take(cpu.is_decode)
     draft.decode(gpu_decodes, Place.GPU)
     decode_only = decode_load(gpu_decodes, Place.GPU)
     worth = Worth.of(cost, decode_only, view)
     draft.tokens_left -= len(cpu_decodes)
-    base = _prefill(draft, cost, worth, gpu, cpu, decode_only)
+    base = _prefill(draft, cost, worth, gpu, cpu, replace(decode_only, awaited=awaited))
     draft.tokens_left += len(cpu_decodes)
     if not len(cpu_decodes):
         return draft.build(estimate_s=iteration_time(cost, [base]) if base.tokens else None)
