@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from operator import attrgetter
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from neo_server.step import Step, StepResult, StepSwap
 from neo_server.step_cost import StepLoad, load_of_step
 from protos.config import SchedulerConfig
 
-_BY_ARRIVAL = attrgetter("id")
 # Looking an enumerator up takes longer than the rest of what is done for a row.
 _VOIDED = int(RowStatus.VOIDED)
 _DECODE_GPU, _DECODE_CPU = int(RowKind.DECODE_GPU), int(RowKind.DECODE_CPU)
