@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.server_process import Process
 from tests.unit.neo_server.test_tokenizer import byte_level
 
 CONFIG = {
@@ -28,3 +30,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     byte_level()._rust.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture
+def starting(tiny_model: Path, tmp_path: Path) -> Iterator[Process]:
+    """A server that has no gpu worker yet."""
+    process = Process(tiny_model, tmp_path)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def server(starting: Process) -> Process:
+    """One that serves, with a fake gpu worker."""
+    starting.worker()
+    starting.until(starting.address_file.exists)
+    return starting

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neo_server.service_names import SERVICES
 from protos import inference_pb2 as pb
 from tests.helpers.fake_gpu_worker import generate
-from tests.unit.neo_server.test_server_process import (
+from tests.helpers.server_process import (
     NOT_SERVING,
     SERVING,
     Process,

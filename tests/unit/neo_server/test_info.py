@@ -12,8 +12,8 @@ import pytest
 from neo_server.service_names import SERVICES
 from protos import inference_pb2 as pb
 from tests.helpers.fake_gpu_worker import generate
+from tests.helpers.server_process import Process, request_of, tokens_of
 from tests.unit.neo_server.conftest import CONFIG
-from tests.unit.neo_server.test_server_process import Process, request_of, tokens_of
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.neo_server.test_server_process import REPO, Process
+from tests.helpers.server_process import REPO, Process
 
 STREAMS = 256
 # Half of the requests fit in each cache, at their longest.

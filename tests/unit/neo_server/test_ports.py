@@ -22,7 +22,7 @@ from neo_server.unix_socket import claim, socket_path
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as rpc
 from tests.helpers.fake_gpu_worker import generate
-from tests.unit.neo_server.test_server_process import Process, request_of, tokens_of
+from tests.helpers.server_process import Process, request_of, tokens_of
 
 KEYS = Path(__file__).resolve().parents[2] / "data" / "tls"
 PAIR = ("--ssl-certfile", str(KEYS / "cert.pem"), "--ssl-keyfile", str(KEYS / "key.pem"))

@@ -11,9 +11,9 @@ import pytest
 from neo_server.engine import Engine
 from neo_server.stats_log import StatsLog, log_sizes
 from tests.helpers.fake_gpu_worker import generate
+from tests.helpers.server_process import Process, request_of, tokens_of
 from tests.unit.neo_server.simulation import Simulation, Sizes
 from tests.unit.neo_server.test_engine import TOKENIZER, read, submit
-from tests.unit.neo_server.test_server_process import Process, request_of, tokens_of
 
 
 def engine_of(sizes: Sizes) -> Engine:

@@ -21,7 +21,7 @@ from protos import smg_common_pb2 as common
 from protos import vllm_engine_pb2 as pb
 from protos import vllm_engine_pb2_grpc as rpc
 from tests.helpers.fake_gpu_worker import generate
-from tests.unit.neo_server.test_server_process import Process
+from tests.helpers.server_process import Process
 from tests.unit.neo_server.test_tokenizer import byte_level
 
 # As in lightseekorg/smg, crates/grpc_client/proto/vllm_engine.proto: name, number, type; "?":
