@@ -3,9 +3,11 @@
 Between the linear stages s and s + 1, for the group at s: RoPE, K and V into the CPU-cache, Q to
 the cpu workers, the residual kept, the job published. For the group at s + 1: its residual, and O
 of layer s, for which it waits. The two have nothing of each other, so that their programs run in
-any order; a program waits for the cpu workers only, never for another program.
+any order.
 
-One warp a program. A word of the host is read by one lane: each lane reads for itself otherwise.
+One warp a program. A word of the host is read by one lane (each lane reads for itself otherwise) of
+one program: as many reads of one word are served one after the other, a microsecond each. The
+other programs wait for that one, which comes before them in the grid.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -36,6 +38,9 @@ _LANE_0 = """{
 _LOAD_ACQUIRE = tl.constexpr(
     f"{_LANE_0}\n    @first ld.acquire.sys.global.u64 value, [$1];{_FROM_LANE_0}"
 )
+_LOAD_FLAG = tl.constexpr(
+    f"{_LANE_0}\n    @first ld.acquire.gpu.global.u64 value, [$1];{_FROM_LANE_0}"
+)
 _NOW = tl.constexpr(f"{_LANE_0}\n    @first mov.u64 value, %globaltimer;{_FROM_LANE_0}")
 
 
@@ -48,6 +53,27 @@ def load_acquire(address):
 
 
 @triton.jit
+def load_flag(address):
+    """The same of a word of device memory."""
+    return tl.inline_asm_elementwise(
+        _LOAD_FLAG, "=l,l", [address.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def store_flag(address, value):
+    """A word of device memory, behind all that this program has seen stored."""
+    tl.inline_asm_elementwise(
+        "st.release.gpu.global.u64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def now_ns(like):
     """The same for all lanes."""
     return tl.inline_asm_elementwise(_NOW, "=l,l", [like], dtype=tl.int64, is_pure=False, pack=1)
@@ -55,9 +81,9 @@ def now_ns(like):
 
 @triton.jit
 def pause(like):
-    """Half a microsecond or so, in which others get at the word that is waited for."""
+    """A fifth of a microsecond or so, in which others get at the word that is waited for."""
     return tl.inline_asm_elementwise(
-        "nanosleep.u32 500; mov.b64 $0, $1;",
+        "nanosleep.u32 200; mov.b64 $0, $1;",
         "=l,l",
         [like],
         dtype=tl.int64,
@@ -67,11 +93,8 @@ def pause(like):
 
 
 @triton.jit
-def _wait(job, done, abort, voided, waited_ns, limit_ns, counts):
-    """As ``handoff.wait_kernel``; each program for itself, and one of them ``counts`` the time.
-
-    A job that some program sees given up and another done is void, whatever the others merge.
-    """
+def _watch(job, done, abort, voided, waited_ns, limit_ns):
+    """As ``handoff.wait_kernel``."""
     reached = load_acquire(done)
     if reached < job:
         begin = now_ns(job)
@@ -84,8 +107,18 @@ def _wait(job, done, abort, voided, waited_ns, limit_ns, counts):
             now = now_ns(reached)
         if reached < job:
             tl.store(voided, 1)
-        if counts:
-            tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+        tl.store(waited_ns, tl.load(waited_ns) + now - begin)
+
+
+@triton.jit
+def _wait(job, done, abort, joined, voided, waited_ns, limit_ns, watches):
+    """One program ``watches`` the host's words; the others wait for its flag, ``joined``."""
+    if watches:
+        _watch(job, done, abort, voided, waited_ns, limit_ns)
+        store_flag(joined, job)
+    else:
+        while load_flag(joined) < job:
+            pause(job)
 
 
 @triton.jit
@@ -122,7 +155,7 @@ def _leave(
 def ride_kernel(
     stage, publishes, collects, groups, counts, positions, pages, page_rows, store_rows, tasks,
     arrived, qkv, rope, tiles, scales, exchange_q, n_pages, tile_stride, scale_stride, published,
-    residual, store, done, abort, voided, waited_ns, limit_ns,
+    residual, store, done, abort, joined, voided, waited_ns, limit_ns,
     words, areas, attn, group_tasks, area_floats, worker_area_floats,
     PLACES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, PART: tl.constexpr, ROPE_PARTS: tl.constexpr, INT8: tl.constexpr,
@@ -132,8 +165,9 @@ def ride_kernel(
 ):  # fmt: skip
     """For each place: ROPE_PARTS programs of ``_leave``, ROW_PARTS of the residual, KV_HEADS of O.
 
-    In this order, so that nothing that leaves has to find room beside programs that wait. Fields
-    are as ``RideLayout`` has them, with PLACES places a stage; ``arrived``: zeros, [stages].
+    In this order, so that nothing that leaves has to find room beside programs that wait, nor the
+    one that they wait for. Fields are as ``RideLayout`` has them, with PLACES places a stage;
+    ``arrived``: zeros, [stages]; ``joined``: the job last waited for, [stages].
     """
     r, part = tl.program_id(0), tl.program_id(1)
     n_leave = tl.load(counts + stage)
@@ -164,8 +198,8 @@ def ride_kernel(
         h = part - ROPE_PARTS - ROW_PARTS
         group = tl.load(groups + stage + 1).to(tl.int64)
         _wait(
-            job, done + group * DONE_WORDS, abort, voided + stage + 1, waited_ns, limit_ns,
-            (r == 0) & (h == 0),
+            job, done + group * DONE_WORDS, abort, joined + stage, voided + stage + 1, waited_ns,
+            limit_ns, (r == 0) & (h == 0),
         )  # fmt: skip
         task = tasks + ((stage + 1) * PLACES + r) * 2
         merge_head(

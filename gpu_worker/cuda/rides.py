@@ -126,6 +126,8 @@ class RideBuffers:
         self.residual = torch.zeros((layout.stages * layout.capacity, hidden), device=device)
         # By stage: programs that have stored their part of K, V and Q. Zero between plans.
         self.arrived = torch.zeros(layout.stages, dtype=torch.int32, device=device)
+        # By stage: the last job that its programs are through waiting for. Numbers of jobs grow.
+        self.joined = torch.zeros(layout.stages, dtype=torch.int64, device=device)
 
 
 class VoidRiders:

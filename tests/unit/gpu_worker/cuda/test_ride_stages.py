@@ -91,6 +91,8 @@ def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "store_release", store_plain)
     monkeypatch.setattr(handoff, "_now_ns", no_clock)
     monkeypatch.setattr(ride_kernel, "load_acquire", load_plain)
+    monkeypatch.setattr(ride_kernel, "load_flag", load_plain)
+    monkeypatch.setattr(ride_kernel, "store_flag", store_plain)
     monkeypatch.setattr(ride_kernel, "store_release", store_plain)
     monkeypatch.setattr(ride_kernel, "now_ns", no_clock)
     monkeypatch.setattr(ride_kernel, "pause", no_clock)
