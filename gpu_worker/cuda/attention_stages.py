@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from gpu_worker.cuda import attention
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
-from gpu_worker.cuda.plan import TILE_Q, CpuChunk
+from gpu_worker.cuda.plan import TILE_Q
 from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
@@ -51,7 +52,9 @@ class AttentionStages:
             tables = self._channel(s).fields["tables"]
             self._prefill(s, kv, tables, 0, s.tiles, self.cache.block_size)
         for chunk in s.cpu_chunks:
-            self._staged_prefill(s, chunk)
+            self._staged_prefill(s, chunk.tile_first, chunk.tile_count)
+        if s.chunk_tiles:
+            self._staged_prefill(s, 0, s.chunk_tiles)
         if s.gpu_rows:
             self.decode_attention(s, kv)
 
@@ -94,9 +97,19 @@ class AttentionStages:
             )
 
     def _prefill(
-        self, s: Shape, kv: Tensor, tables: Tensor, first: int, tiles: int, block_size: int
+        self,
+        s: Shape,
+        kv: Tensor,
+        tables: Tensor,
+        first: int,
+        tiles: int,
+        block_size: int,
+        kind: str = "",
     ) -> None:
-        """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer."""
+        """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer.
+
+        ``kind``: ``chunk_`` for the tiles of later chunks of CPU prefills.
+        """
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
         tile, warps, stages = prefill_tiles(self._dim_pad, c.qkv.itemsize)
         attention.prefill_kernel[(tiles, cfg.num_attention_heads)](
@@ -107,8 +120,8 @@ class AttentionStages:
             f["table_stride"],
             c.attn,
             self._scale,
-            f["tile_rows"][first:],
-            f["tile_firsts"][first:],
+            f[f"{kind}tile_rows"][first:],
+            f[f"{kind}tile_firsts"][first:],
             f["prefill_tokens"],
             f["prefill_news"],
             f["prefill_starts"],
@@ -124,9 +137,19 @@ class AttentionStages:
             num_stages=stages,
         )
 
-    def _staged_prefill(self, s: Shape, chunk: CpuChunk) -> None:
+    def begin_chunks(self, shapes: Sequence[Shape], layers: int) -> None:
+        """Starts to load what later chunks of CPU prefills attend over."""
+        if self._loads is None:
+            return
+        self._loads.begin([chunk for s in shapes for chunk in s.cpu_chunks], layers)
+        for s in shapes:
+            if s.chunk_tiles:  # of one batch at most
+                ints = self._channel(s).fields["chunk"]
+                self._loads.begin_open(self.buffers.chunk.on(ints), layers)
+
+    def _staged_prefill(self, s: Shape, first: int, tiles: int) -> None:
         """Attention of a later chunk of a CPU prefill; its earlier tokens come through staging."""
         assert self._loads is not None
         kv = self._loads.take()
-        self._prefill(s, kv, self._one_block, chunk.tile_first, chunk.tile_count, kv.shape[2])
+        self._prefill(s, kv, self._one_block, first, tiles, kv.shape[2], "chunk_")
         self._loads.done()

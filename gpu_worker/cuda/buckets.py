@@ -3,8 +3,8 @@
 Row kinds, lengths, tables and epochs come from device memory, so that the graph of a bucket serves
 any split between prefills, GPU- and CPU-requests. What fits no bucket (more than ``MIXED_TOKENS``
 tokens, prefills in the second sub-batch, riders beside two sub-batches or rows of kind decode_cpu,
-later chunks of CPU prefills) runs the same launches one by one: there the device mostly takes
-longer than the host.
+more later chunks of CPU prefills than one) runs the same launches one by one: there the device
+mostly takes longer than the host.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Shape:
     tiles: int = 0
     sampled: int = 0
     cpu_chunks: tuple[CpuChunk, ...] = ()
+    chunk_tiles: int = 0  # of one such chunk, which the metadata tells of, if there is one
     splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
     lead: int = 0  # of the tokens: places of riders before the rows
 
@@ -118,6 +119,7 @@ def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
         to_cpu=cpu,
         tiles=tokens // TILE_Q + MIXED_PREFILLS,
         sampled=rows + MIXED_PREFILLS,
+        chunk_tiles=tokens // TILE_Q if cpu else 0,
         splits=splits,
     )
 
@@ -216,7 +218,7 @@ class Buckets:
         tokens = bucket_of(batch.n_tokens, among)
         wanted = max(batch.n_gpu_rows, batch.n_sampled - batch.n_ride_sampled - MIXED_PREFILLS)
         rows = next((pair for pair in self._mixed_rows if pair[0] >= wanted), None)
-        if tokens is None or rows is None or batch.cpu_chunks:
+        if tokens is None or rows is None or len(batch.cpu_chunks) > 1:
             return None
         if batch.n_cpu_rows > MIXED_CPU_ROWS or batch.n_tiles > tokens // TILE_Q + MIXED_PREFILLS:
             return None

@@ -51,6 +51,7 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         width = config.q_size + 2 * config.kv_size
+        self.chunk = layout.chunk
         self._blank = torch.from_numpy(layout.blank).to(device)
         self.channels: list[ChannelBuffers] = []
         for _ in range(CHANNELS if two_batches else 1):

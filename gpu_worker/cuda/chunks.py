@@ -47,6 +47,7 @@ class ChunkLoads:
         self._streams = streams
         self._staging = staging
         self._uploads = uploads
+        self._table: SpanTable | None = None
         self._loads: list[tuple[int, range]] = []  # layer, and groups of the table
         self._at = 0
         self._loaded: list[Mark | None] = [None, None]  # by buffer
@@ -56,9 +57,22 @@ class ChunkLoads:
         """``chunks``: those of every layer of an iteration, in the order in which they attend."""
         if not chunks:
             return
-        streams = self._streams
-        streams.wait(Lane.IN, streams.mark(Lane.COMPUTE))  # earlier iterations stored these tokens
-        table = self._uploads.put([self._find(chunk.slot, chunk.start) for chunk in chunks])
+        self._follow()
+        self._start(
+            self._uploads.put([self._find(chunk.slot, chunk.start) for chunk in chunks]), layers
+        )
+
+    def begin_open(self, table: SpanTable, layers: int) -> None:
+        """One chunk in every layer, or none, as the ``table`` on the device says by then."""
+        self._follow()
+        self._start(table, layers)
+
+    def _follow(self) -> None:
+        """Behind earlier iterations: they stored these tokens, and have read the staging."""
+        self._streams.wait(Lane.IN, self._streams.mark(Lane.COMPUTE))
+        self._read = [None, None]
+
+    def _start(self, table: SpanTable, layers: int) -> None:
         self._table = table
         self._loads = list(product(range(layers), table.groups))
         self._at = 0
@@ -83,6 +97,7 @@ class ChunkLoads:
     def _load(self, i: int) -> None:
         if i >= len(self._loads):
             return
+        assert self._table is not None
         layer, groups = self._loads[i]
         read = self._read[i % 2]
         if read is not None:

@@ -276,4 +276,5 @@ class DeviceExchange:
             ROWS=ROWS,
             TO_CPU=kind is SwapKind.OUT,
             INT8=self.is_int8,
+            OPEN=table.is_open,
         )

@@ -25,22 +25,26 @@ def copy_pages_kernel(
     first_group, n_groups, first_layer, layers, block_size, page_size,
     n_pages, tile_stride, scale_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TO_CPU: tl.constexpr, INT8: tl.constexpr,
+    TO_CPU: tl.constexpr, INT8: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """Groups of ROWS tokens, ``table`` as in ``gpu_worker.cuda.spans``, layer after layer.
+
+    OPEN: of the one span's groups only those that have tokens.
 
     ``cache``: the first of the layers in device memory. ``first_layer``: its number in the
     CPU-cache. A program takes one layer, group, head and K or V after the other, so that however
     few programs leave the device to others.
     """
     sides = 2 * KV_HEADS
+    if OPEN:
+        n_groups = tl.minimum(n_groups, tl.cdiv(tl.load(table + 1), ROWS))
     d = tl.arange(0, DIM_PAD)
     for item in range(tl.program_id(0), n_groups * layers * sides, tl.num_programs(0)):
         h = item % sides // 2
         is_v = tl.cast(item % 2, tl.int64)
         group = first_group + item // sides % n_groups
         layer = tl.cast(item // sides // n_groups, tl.int64)
-        span = table + tl.load(table + groups_at + group) * 4
+        span = table if OPEN else table + tl.load(table + groups_at + group) * 4
         n = (group - tl.load(span)) * ROWS + tl.arange(0, ROWS)
         there = n < tl.load(span + 1)
         here = there[:, None] & (d < HEAD_DIM)[None, :]

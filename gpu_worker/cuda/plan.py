@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.cuda.rides import HostRides
-from gpu_worker.cuda.spans import HostSwap
+from gpu_worker.cuda.spans import HostSwap, OpenTable
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.sampler import SamplingParams
 from gpu_worker.wanted import Wanted
@@ -44,6 +44,7 @@ class MetaLayout:
         tiles = tokens // TILE_Q + max(rows + 1, PAD_TILES)
         lead = limits.ride_capacity if limits.ride_groups else 0
         tokens += lead
+        self.chunk = OpenTable(limits.max_positions, limits.max_pages)
         dump = limits.max_slots  # where the tokens of rows that are none go
         wanted = {
             "first_epoch": (2, 0),  # one int64
@@ -63,6 +64,9 @@ class MetaLayout:
             "sample_slots": (rows + PAD_TOKENS + lead, dump),
             "tile_rows": (tiles, -1),
             "tile_firsts": (tiles, 0),
+            "chunk_tile_rows": (tiles, -1),  # of later chunks of CPU prefills
+            "chunk_tile_firsts": (tiles, 0),
+            "chunk": (self.chunk.size, 0),  # earlier tokens of the only such chunk
             "prefill_tokens": (rows, 0),
             "prefill_news": (rows, 0),
             "prefill_starts": (rows, 0),
@@ -94,7 +98,7 @@ class CpuChunk:
 
     slot: int
     start: int
-    tile_first: int  # of the batch's prefill tiles
+    tile_first: int  # of the batch's tiles of such chunks
     tile_count: int
 
 

@@ -105,6 +105,9 @@ class HostPlanReader:
         fields["sample_slots"][: len(sampled)] = slots[sampled]
         n_rides = _embed_and_sample(fields, rides, len(sampled)) if rides else 0
         n_tiles, chunks = _prefills(fields, prefill, kinds, firsts, counts, lens, slots, len(gpu))
+        if len(chunks) == 1:
+            span = self.pages_of(chunks[0].slot, chunks[0].start)
+            self.layout.chunk.fill(fields["chunk"], span)
         used = self._tables(
             meta, fields, np.concatenate((gpu, prefill)), slots, lens, kinds, counts
         )
@@ -220,16 +223,17 @@ def _prefills(
     slots: Array,
     first_table: int,
 ) -> tuple[int, tuple[CpuChunk, ...]]:
-    """Rows and tiles of prefill attention; later chunks of CPU prefills come last."""
+    """Rows and tiles of prefill attention; those of later chunks of CPU prefills apart."""
     starts = lens - counts
     staged = (kinds == RowKind.PREFILL_CPU) & (starts > 0)
-    plain, chunks, at = 0, [], 0
+    plain, chunks, of_chunks = 0, [], 0
     ordered = np.concatenate((prefill[~staged[prefill]], prefill[staged[prefill]]))
     order_in_table = {int(row): i for i, row in enumerate(prefill)}
     for i, row in enumerate(ordered.tolist()):
         tiles = int(-(-counts[row] // TILE_Q))
-        fields["tile_rows"][at : at + tiles] = i
-        fields["tile_firsts"][at : at + tiles] = np.arange(tiles) * TILE_Q
+        kind, at = ("chunk_", of_chunks) if staged[row] else ("", plain)
+        fields[f"{kind}tile_rows"][at : at + tiles] = i
+        fields[f"{kind}tile_firsts"][at : at + tiles] = np.arange(tiles) * TILE_Q
         fields["prefill_tokens"][i] = firsts[row]
         fields["prefill_news"][i] = counts[row]
         fields["prefill_starts"][i] = starts[row]
@@ -237,7 +241,7 @@ def _prefills(
         if staged[row]:
             fields["prefill_tables"][i] = 0
             chunks.append(CpuChunk(int(slots[row]), int(starts[row]), at, tiles))
+            of_chunks += tiles
         else:
             plain += tiles
-        at += tiles
     return plain, tuple(chunks)

@@ -44,6 +44,8 @@ class SpanTable:
     groups_at: int
     entries_at: int
     groups: tuple[range, ...]  # of each span
+    # Of one span, whose tokens the device finds in the table. There are as many groups as can be.
+    is_open: bool = False
 
     @property
     def n_groups(self) -> int:
@@ -71,6 +73,24 @@ def span_table(spans: Sequence[HostSwap]) -> SpanTable:
     ints[entries_at:] = np.concatenate(entries) if entries else []
     groups = tuple(range(int(ends[i]), int(ends[i + 1])) for i in range(len(spans)))
     return SpanTable(ints, groups_at, entries_at, groups)
+
+
+class OpenTable:
+    """One span in a table of fixed places, so that a captured graph serves any."""
+
+    def __init__(self, max_tokens: int, max_pages: int) -> None:
+        self._groups = (range(-(-max_tokens // ROWS)),)
+        self.size = SPAN_INTS + 1 + max_pages  # int32 of the table
+
+    def fill(self, ints: Ints, span: HostSwap) -> None:
+        """``ints``: zeros. ``span``: its blocks are block 0, as in ``pages_of``."""
+        at = SPAN_INTS + 1
+        ints[:SPAN_INTS] = 0, span.n_tokens, 0, 1
+        ints[at : at + len(span.pages)] = span.pages
+
+    def on(self, ints: Tensor) -> SpanTable:
+        """The table at these places of the device."""
+        return SpanTable(ints, SPAN_INTS, SPAN_INTS, self._groups, is_open=True)
 
 
 def table_size(spans: int, tokens: int, blocks: int, pages: int) -> int:

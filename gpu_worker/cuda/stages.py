@@ -60,8 +60,7 @@ class Stages(AttentionStages):
         """
         self.buffers.outcome.zero_()
         n_layers = self._config.num_hidden_layers
-        if self._loads is not None:
-            self._loads.begin([chunk for s in shapes for chunk in s.cpu_chunks], n_layers)
+        self.begin_chunks(shapes, n_layers)
         for s in shapes:
             self._embed(s)
         for layer in range(n_layers):

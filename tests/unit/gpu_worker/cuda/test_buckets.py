@@ -86,7 +86,8 @@ def check_holds(shape: Shape, batch: HostBatch) -> None:
     assert shape.to_cpu or not batch.to_cpu
     assert shape.tiles >= batch.n_tiles
     assert shape.sampled >= batch.n_sampled
-    assert not batch.cpu_chunks  # their spans are not on the device
+    assert len(batch.cpu_chunks) <= 1  # of one the metadata tells
+    assert shape.chunk_tiles >= sum(chunk.tile_count for chunk in batch.cpu_chunks)
 
 
 @st.composite
@@ -101,7 +102,11 @@ def batches_of(draw: st.DrawFn, channel: int, max_rows: int, max_tokens: int) ->
     if gpu + cpu + len(prefills) == 0:
         gpu = 1
     sampled = draw(st.integers(0, len(prefills)))
-    chunks = (CpuChunk(0, 8, 0, 1),) if prefills and draw(st.booleans()) else ()
+    chunks = ()
+    if draw(st.booleans()):
+        later = draw(st.integers(0, min(2, len(prefills))))
+        tiles = [-(-new // TILE_Q) for new in prefills[:later]]
+        chunks = tuple(CpuChunk(0, 8, sum(tiles[:i]), n) for i, n in enumerate(tiles))
     return batch_of(
         channel,
         gpu,
@@ -156,12 +161,14 @@ def test_what_no_graph_runs() -> None:
     chosen = Buckets(256, 8192)
     decodes, prefill = batch_of(0, 8, 0, []), batch_of(0, 8, 0, [100])
     assert chosen.key_of(plan_of(prefill)) is not None
-    chunked = batch_of(0, 8, 0, [100], on_cpu=True, chunks=(CpuChunk(0, 8, 0, 2),))
+    chunks = (CpuChunk(0, 8, 0, 1), CpuChunk(1, 8, 1, 1))
+    chunked = batch_of(0, 8, 0, [50, 50], on_cpu=True, chunks=chunks)
     assert chosen.key_of(plan_of(chunked)) is None
+    assert chosen.key_of(plan_of(replace(chunked, cpu_chunks=chunks[:1]))) is not None
     assert chosen.key_of(plan_of(batch_of(0, 0, 0, [MIXED_TOKENS + 1]))) is None
     assert chosen.key_of(plan_of(batch_of(0, 0, MIXED_CPU_ROWS + 1, [64]))) is None
     assert chosen.key_of(plan_of(batch_of(0, 0, 0, [1] * (MIXED_PREFILLS + 2)))) is None
-    # Prefills in the second sub-batch, later chunks in the first, and a second without a first.
+    # Prefills in the second sub-batch, two later chunks, and a second without a first.
     second = batch_of(1, 0, 8, [])
     assert chosen.key_of(plan_of(decodes, batch_of(1, 0, 8, [100]))) is None
     assert chosen.key_of(plan_of(chunked, second)) is None

@@ -60,7 +60,7 @@ def padded(batch: HostBatch) -> Shape:
     """As for a graph, though smaller."""
     if batch.decodes_only:
         return replace(decode_shape(batch.channel, 3, cpu=True), splits=1)
-    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4)
+    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4, chunk_tiles=1)
 
 
 class Both:
@@ -124,11 +124,13 @@ def test_swapped_sequences_go_on_at_once(fields: dict[str, int], model: Any) -> 
     both.close()
 
 
-def test_later_chunks_attend_over_what_the_chunks_before_left(model: Any) -> None:
-    both, tokens = Both(model[0], Shape.of), model[1]
+@pytest.mark.parametrize("at_once", [2, 1])
+def test_later_chunks_attend_over_what_the_chunks_before_left(at_once: int, model: Any) -> None:
+    """Two in a plan, or one in the place that a graph has for it."""
+    both, tokens = Both(model[0], Shape.of if at_once > 1 else padded), model[1]
     both.compare([Row(0, RowKind.PREFILL_GPU, 0, tokens[0][:9])])
     for start, end in ((0, 5), (5, 18), (18, 24)):
-        slots = (1, 2) if end < 24 else (1,)
+        slots = (1, 2)[:at_once] if end < 24 else (1,)
         both.compare([Row(s, RowKind.PREFILL_CPU, start, tokens[s][start:end]) for s in slots])
     both.compare(  # what was swapped out in this very plan
         [Row(0, RowKind.PREFILL_CPU, 9, tokens[0][9:15])], swaps=[(0, SwapKind.OUT, 9)]

@@ -114,19 +114,21 @@ def check_prefills(reader: HostPlanReader, batch: HostBatch, rows: list[Row]) ->
         for chunk in batch.cpu_chunks
         for tile in range(chunk.tile_first, chunk.tile_first + chunk.tile_count)
     }
-    n_tiles = batch.n_tiles + len(of_chunk)
-    assert sorted(of_chunk) == list(range(batch.n_tiles, n_tiles))
-    assert (f["tile_rows"][n_tiles:] == -1).all()
+    assert sorted(of_chunk) == list(range(len(of_chunk)))
+    tiles = [("", tile) for tile in range(batch.n_tiles)]
+    tiles += [("chunk_", tile) for tile in of_chunk]
+    assert (f["tile_rows"][batch.n_tiles :] == -1).all()
+    assert (f["chunk_tile_rows"][len(of_chunk) :] == -1).all()
     covered = np.zeros(batch.n_tokens, np.int64)
-    for tile in range(n_tiles):
-        i, first = f["tile_rows"][tile], f["tile_firsts"][tile]
+    for kind, tile in tiles:
+        i, first = f[f"{kind}tile_rows"][tile], f[f"{kind}tile_firsts"][tile]
         row = by_first[int(f["prefill_tokens"][i])]
         assert row.kind not in DECODES
         assert (f["prefill_news"][i], f["prefill_starts"][i]) == (len(row.tokens), row.start)
         base = f["prefill_tokens"][i] + first
         covered[base : base + min(TILE_Q, len(row.tokens) - first)] += 1
         staged = row.kind is RowKind.PREFILL_CPU and row.start > 0
-        assert staged == (tile in of_chunk)
+        assert staged == bool(kind)
         if staged:
             assert (of_chunk[tile].slot, of_chunk[tile].start) == (row.slot, row.start)
             assert f["prefill_tables"][i] == 0  # of a table of one block
@@ -135,6 +137,12 @@ def check_prefills(reader: HostPlanReader, batch: HostBatch, rows: list[Row]) ->
             table = batch.meta[reader.layout.tables_at :]
             blocks = table[f["prefill_tables"][i] * f["table_stride"][0] + at // BLOCK_SIZE]
             assert (blocks == reader._sequences.block_table[row.slot, at // BLOCK_SIZE]).all()
+    if len(batch.cpu_chunks) == 1:
+        (chunk,) = batch.cpu_chunks
+        pages = reader._sequences.page_table[chunk.slot, : -(-chunk.start // PAGE_SIZE)]
+        assert f["chunk"][: 5 + len(pages)].tolist() == [0, chunk.start, 0, 1, 0, *pages]
+    else:
+        assert not f["chunk"].any()
     prefilled = np.repeat([row.kind not in DECODES for row in rows], [len(r.tokens) for r in rows])
     assert covered.tolist() == prefilled.astype(int).tolist()
 
@@ -142,7 +150,7 @@ def check_prefills(reader: HostPlanReader, batch: HostBatch, rows: list[Row]) ->
 def check_batch(reader: HostPlanReader, batch: HostBatch, sub: Any, rows: list[Row]) -> None:
     assert (batch.channel, batch.rows, batch.n_tokens) == (sub.channel, sub.rows, len(sub.tokens))
     found, wanted = fields_of(reader, batch), expected_fields(reader, rows)
-    of_prefill = {name for name in found if name.startswith(("tile_", "prefill_"))}
+    of_prefill = {name for name in found if name.startswith(("tile_", "prefill_", "chunk"))}
     for name in set(found) - of_prefill - {"table_stride"}:
         np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
     check_prefills(reader, batch, rows)

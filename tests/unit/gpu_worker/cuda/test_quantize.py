@@ -55,7 +55,7 @@ def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) ->
         LAYER, 1, TOKENS, PAGE_SIZE,
         int(geometry["n_pages"]), at["tile_bytes"], at["tile_bytes"] // 4,
         KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS,
-        TO_CPU=True, INT8=True,
+        TO_CPU=True, INT8=True, OPEN=False,
     )  # fmt: skip
 
     stored = native_bytes(expected)
