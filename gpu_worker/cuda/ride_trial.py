@@ -122,7 +122,7 @@ def timed(stages: Stages, native: Exchange, riders: int, shape: Shape) -> Callab
     return run
 
 
-def captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """What the call launches."""
     enqueue()  # loads and compiles what capturing may not
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ import triton
 
 import neo_native as native
 from gpu_worker.cuda import elementwise
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import Shape, mixed_shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan import CpuChunk, HostPlan
+from gpu_worker.cuda.ride_trial import captured
 from gpu_worker.cuda.stages import GREEDY_BLOCK
 from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.ops.rope import rope_table
@@ -78,9 +80,8 @@ def peaked(r: KernelRig, n: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_attention(r: KernelRig, shape: Shape, n: int) -> Tensor:
     """Output by token, [n, heads, head_dim]; 7 where no kernel wrote."""
     attn = r.buffers.channels[0].attn
-    if shape.cpu_chunks:  # whose earlier tokens come layer by layer
-        assert r.stages._loads is not None
-        r.stages._loads.begin(shape.cpu_chunks, LAYER + 1)
+    if shape.cpu_chunks or shape.chunk_tiles:  # whose earlier tokens come layer by layer
+        r.stages.begin_chunks([shape], LAYER + 1)
         for layer in range(LAYER):
             r.stages.attend(shape, layer)
     attn.fill_(7.0)
@@ -373,17 +374,29 @@ def test_a_swap_in_reads_what_the_extension_would(offloading: KernelRig, n: int)
     assert not (written & ~allowed).any()
 
 
-def test_a_later_chunk_of_a_cpu_prefill_attends_over_its_pages(offloading: KernelRig) -> None:
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+def test_a_later_chunk_of_a_cpu_prefill_attends_over_its_pages(
+    offloading: KernelRig, replayed: bool
+) -> None:
     r = offloading
     wanted = stored(r, 5, 150)
+    graph = None
+    if replayed:  # captured before there is a chunk
+        r.buffers.blank()
+        place = replace(mixed_shape(128, 4, 1, cpu=True), cpu_rows=0)
+        graph = captured(lambda: run_attention(r, place, 100))
     rows = [
         Row(0, RowKind.PREFILL_GPU, 0, [5] * 30),
         Row(5, RowKind.PREFILL_CPU, 150, [5] * 70),
     ]
     _, shape = r.upload(rows)
-    assert shape.cpu_chunks == (CpuChunk(5, 150, 1, 2),)
+    assert shape.cpu_chunks == (CpuChunk(5, 150, 0, 2),)
     q, k, v = peaked(r, 100)
-    found = run_attention(r, shape, 100)
+    if graph is None:
+        found = run_attention(r, shape, 100)
+    else:
+        graph.replay()
+        found = r.buffers.channels[0].attn[:100].view(100, r.config.num_attention_heads, -1)
     k_then, v_then = wanted[LAYER]
     own = slice(30, 100)
     expected = [
