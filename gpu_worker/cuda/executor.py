@@ -86,6 +86,7 @@ class CudaExecutor:
         self._void = VoidRiders(rides.layout) if rides else None
         # By whether a graph was replayed and by tokens: plans and their device seconds.
         self._spent: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0.0])
+        self._waited = [0.0, 0.0]  # device seconds, for rows of kind decode_cpu and for riders
         self._recorder: DeviceRecorder | None = None
 
     def record(self, timeline: Timeline) -> None:
@@ -195,6 +196,8 @@ class CudaExecutor:
         spent = self._spent[kind, -(-tokens // COUNTED_TOKENS) * COUNTED_TOKENS]
         spent[0] += 1
         spent[1] += outcome.times.elapsed
+        self._waited[0] += sum(outcome.times.cpu_wait)
+        self._waited[1] += outcome.times.ride_wait
         if flight.announced and self._stages.exchange is not None:
             self._stages.exchange.retire(flight.plan)
         self._pinned.append((flight.staged, flight.outcome))
@@ -210,10 +213,12 @@ class CudaExecutor:
     def summary(self) -> str:
         """How plans ran so far, for the log: by kind and size those that took the longest."""
         most = sorted(self._spent.items(), key=lambda item: -item[1][1])[:12]
-        return "; ".join(
+        plans = "; ".join(
             f"{count:.0f} {kind} of up to {tokens} tokens, {seconds / count * 1e3:.2f} ms each"
             for (kind, tokens), (count, seconds) in most
         )
+        rows, riders = self._waited
+        return f"{plans}; waits for CPU rows {rows:.1f} s, for riders {riders:.1f} s"
 
     def _await(self, flight: InFlight) -> None:
         if not flight.last_epochs and not flight.last_ride:
