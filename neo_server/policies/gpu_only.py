@@ -15,6 +15,6 @@ from neo_server.policies.one_place import plan_in
 def plan(view: View, cost: CostModel) -> Plan:
     """First come, first served; out of GPU blocks, the latest arrival is recomputed later."""
     draft = Draft(view)
-    decodes = plan_in(draft, Place.GPU)
+    decodes = plan_in(draft, Place.GPU, cost)
     draft.decode(decodes, Place.GPU)
     return draft.build()

@@ -14,9 +14,10 @@ from math import ceil, sqrt
 
 import numpy as np
 
-from neo_server.cost_model import CostModel, Load, iteration_time, knee
+from neo_server.cost_model import CostModel, Load, iteration_time
 from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
 from neo_server.policies.candidates import Choice, Worth, best
+from neo_server.policies.chunks import chunk_limit
 from neo_server.policies.draft import Draft, decode_load
 from neo_server.policies.population import population
 from neo_server.policies.queue import Orders
@@ -30,9 +31,6 @@ _CROWD = 256
 _CONSIDERED = 4
 # A rider that has more than this share of its stages behind it keeps them: it is moved later.
 _EARLY = 0.25
-_TILE = 64  # tokens that matrix products take at a time: a part of them costs as much
-_MANY_TILES = 4  # from which on filling the last one is a small change
-_SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 
 
 def plan(view: View, cost: CostModel) -> Plan:
@@ -126,7 +124,8 @@ def _starving(view: View, on_cpu: Seqs) -> bool:
 def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, base: Load) -> Load:
     """Steps 3 and 5. Returns batch-0 without CPU decodes."""
     started = gpu.take(~gpu.is_decode).plus(cpu.take(~cpu.is_decode))
-    limit = _chunk_limit(draft, cost, base, started)
+    pays = _Paying(draft, cost, worth, gpu, cpu)
+    limit = chunk_limit(draft, cost, base, started, pays.rows())
     on_cpu = set(cpu.id.tolist())
     for seq in started:
         place = Place.CPU if seq.id in on_cpu else Place.GPU
@@ -135,7 +134,7 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
     if draft.preempted or draft.swap_out or _starving(draft.view, cpu):
         return base
     view, gpu_decodes, cpu_places = draft.view, int(base.gpu_rows), -1
-    busy = bool(len(gpu) or len(cpu))
+    busy = pays.busy
     for seq in view.waiting:
         if busy and limit <= base.tokens:
             break
@@ -143,13 +142,11 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
         place = Place.GPU
         if not draft.can_admit(seq, Place.GPU, reserve):
             place = Place.CPU
-            crowded = len(view.running) > _CROWD and view.plan_id % _CONSIDERED
-            if crowded and (len(gpu) or busy):
+            if pays.crowded and (len(gpu) or busy):
                 break
             if cpu_places < 0:
-                cpu_places = _cpu_places(draft, cost, worth, gpu, cpu, seq)
                 room = _waiting_room(view, cost, base, limit, seq)
-                cpu_places = max(cpu_places, room - len(cpu))
+                cpu_places = max(pays.more(seq), room - len(cpu))
             never = view.need(seq, Place.GPU) > view.gpu_blocks_total
             if cpu_places == 0 and not (never and not busy):
                 break
@@ -162,75 +159,38 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
     return base
 
 
+class _Paying:
+    """How many CPU-requests more pay: looked at once a plan, and only where it matters."""
+
+    def __init__(self, draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs) -> None:
+        self._asked = draft, cost, worth, gpu, cpu
+        self._more: int | None = None
+        view = draft.view
+        self.busy = bool(len(gpu) or len(cpu))
+        self.crowded = bool(len(view.running) > _CROWD and view.plan_id % _CONSIDERED)
+
+    def more(self, head: SeqView) -> int:
+        """``head``: the first for which the GPU-cache has no room."""
+        if self._more is None:
+            self._more = _cpu_places(*self._asked, head)
+        return self._more
+
+    def rows(self) -> float:
+        """The same by what they decode in an iteration; 0 while the GPU-cache has room."""
+        draft, _, _, _, cpu = self._asked
+        view = draft.view
+        if not view.waiting or (self.crowded and self.busy):
+            return 0.0
+        if draft.can_admit(view.waiting[0], Place.GPU, 0):
+            return 0.0
+        return self.more(view.waiting[0]) / (view.ride_groups if (cpu.ride > 0).any() else 1)
+
+
 def _added(base: Load, seq: SeqView, n_new: int, place: Place) -> Load:
     if not n_new:
         return base
     last = n_new == seq.remaining
     return base.with_prefill(n_new, seq.num_computed, moved=place is Place.CPU, last=last)
-
-
-def _chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs) -> int:
-    """Tokens of batch-0: where reading weights and arithmetic cost the same, or the target allows.
-
-    Below the knee prefill tokens ride almost free on the decodes' pass over the weights. Where
-    prompts are long against outputs, more are needed to keep the caches full of decodes: as many
-    per iteration as sequences end in one, by the lengths seen lately.
-    """
-    view = draft.view
-    most = view.max_num_batched_tokens
-    if not view.enable_chunked_prefill:
-        return most
-    least = int(base.tokens) + 1  # some prefill always advances
-    limit = max(min(knee(cost, most), most), least)
-    if view.mean_output:
-        holds = view.gpu_blocks_total * view.block_size
-        rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
-        demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
-        limit = max(limit, min(int(base.tokens + _SPARE * demand), most))
-    if limit >= _MANY_TILES * _TILE:
-        limit = min(-(-limit // _TILE) * _TILE, most)
-    if view.first_token_due is not None:
-        limit = _hurried(draft, cost, base, limit, started)
-    if view.tpot_slo_s is None:
-        return limit
-    low, high = least, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        grown = base.with_prefill(middle - int(base.tokens), 0, moved=False, last=False)
-        if iteration_time(cost, [grown]) <= view.tpot_slo_s:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _hurried(draft: Draft, cost: CostModel, base: Load, limit: int, started: Seqs) -> int:
-    """The least chunks with which the earliest request that is not late gets its token in time.
-
-    ``limit`` where no size does, or where it waits for room in the GPU-cache: it gains nothing.
-    """
-    view, room = draft.view, draft.free[Place.GPU]
-    assert view.first_token_due is not None
-    due_id, due_s = view.first_token_due
-    most = view.max_num_batched_tokens
-
-    def seconds(tokens: int, size: int) -> float:
-        n_new = max(min(size - int(base.tokens), tokens), 1)
-        chunk = base.with_prefill(n_new, 0, moved=False, last=True)
-        return -(-tokens // n_new) * iteration_time(cost, [chunk])
-
-    tokens = int(started.take(started.id <= due_id).remaining.sum())
-    for seq in view.waiting:
-        if seq.id > due_id:
-            break
-        room -= view.need(seq, Place.GPU)
-        if room < 0 or seconds(tokens, most) > due_s:
-            return limit
-        tokens += seq.remaining
-    size = limit
-    while size < most and seconds(tokens, size) > due_s:
-        size = min(2 * size, most)
-    return size if seconds(tokens, size) <= due_s else limit
 
 
 def _cpu_places(
