@@ -1,19 +1,14 @@
 """Measures what each stage of an iteration costs on this machine: the server's cost model.
 
-At most 60 points and 20 seconds; a table is stored under a key of all that it depends on, and one
-of another key is never used.
+At most 60 points and 20 seconds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -25,7 +20,6 @@ from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
 from gpu_worker.progress import progress
-from protos.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +28,8 @@ SLOWEST_S = 0.4  # a stage's next, larger point is left out when one call took t
 REPEATS = 5
 WORKERS_WAIT_S = 5.0
 POINT_S = 0.15  # spent on one point, unless a single call takes longer
+TOKENS = 1 << 20  # of K and V that a measurement of CPU attention reads, unless a layer has more
+LEAST_S = 1e-6  # of CPU attention, where the hand-off alone was measured to take as long
 
 LINEAR = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PREFILL = (16, 64, 256, 512, 1024)
@@ -44,65 +40,15 @@ TRANSFER = (16, 256)
 HEAD = (1, 16, 64)
 
 
-def cpu_name() -> str:
-    """The processor's model name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+@dataclass(frozen=True)
+class Measured:
+    """A call that returns the seconds asked for."""
 
+    call: Callable[[], float]
 
-def profile_key(
-    config: EngineConfig, device: str, world_size: int, threads: int, *, offloads: bool
-) -> dict[str, Any]:
-    """What a table holds for. ``offloads``: there may be CPU-requests."""
-    raw = (Path(config.model_path) / "config.json").read_bytes()
-    return {
-        "model": hashlib.sha256(raw).hexdigest()[:16],
-        "gpu": device,
-        "cpu": cpu_name(),
-        "torch_threads": torch.get_num_threads(),
-        "cpu_attn_threads": threads,
-        "tp": world_size,
-        "dtype": config.worker.dtype.value,
-        "kv_dtype": config.cache.cpu_kv_cache_dtype.value,
-        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "ride_capacity": config.scheduler.ride_capacity,
-        "offloads": offloads,
-    }
-
-
-def profile_path(key: dict[str, Any], folder: str | None) -> Path:
-    """Where the table of ``key`` is kept: below ``folder`` or the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    base = Path(folder) if folder else Path(cache) / "neo" / "profiles"
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return base / f"{digest}.json"
-
-
-def load_or_profile(key: dict[str, Any], folder: str | None, measure: Callable[[], Any]) -> str:
-    """The stored table of ``key`` as JSON, or a new one, which is stored."""
-    path = profile_path(key, folder)
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored.get("key") == key:
-            return json.dumps(stored)
-        logger.warning("%s is of another key; it is not used", path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read: %s", path, error)
-    table = json.dumps({"key": key, **measure()})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(table, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        logger.warning("the profile is not stored: %s", error)
-    return table
+    def __call__(self) -> float:
+        """Once."""
+        return self.call()
 
 
 class Profiler:
@@ -127,6 +73,7 @@ class Profiler:
         self._layer = min(1, model.config.num_hidden_layers - 1)
         self._deadline = 0.0
         self._threads = 0
+        self._handoffs: dict[str, list[float]] = {}
         self._advance: Callable[[], object] = lambda: None  # one more stage is measured
 
     @torch.inference_mode()
@@ -148,27 +95,28 @@ class Profiler:
             "linear": self._curve(self._linear, _up_to(LINEAR, tokens)),
             "head": self._curve(self._head, _up_to(HEAD, rows)),
             "prefill_attn": self._prefill(_up_to(PREFILL, tokens)),
-            "handoff": self._curve(self._handoff, _up_to(HANDOFF, rows)),
+            "handoff": self._handoff_curve(_up_to(HANDOFF, rows)),
             "ride_handoff": self._ride_handoff(),
             "transfer": self._curve(self._transfer, _up_to(TRANSFER, min(tokens, length))),
             "gpu_attn": self._surface(self._gpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length)),
-            "cpu_attn": self._surface(self._cpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length))
-            if self._threads
-            else None,
+            "cpu_attn": self._cpu_surface(_up_to(ROWS, rows), _up_to(LENGTHS, length)),
         }
 
     def _time(self, call: Callable[[], object]) -> float:
         """Median seconds of a call, once warm."""
-        call()
-        self._wait()
+        seconds = call if isinstance(call, Measured) else Measured(lambda: self._seconds(call))
+        seconds()
         spent: list[float] = []
         stop = min(time.perf_counter() + POINT_S, self._deadline)
         while len(spent) < REPEATS and (not spent or time.perf_counter() < stop):
-            begin = time.perf_counter()
-            call()
-            self._wait()
-            spent.append(time.perf_counter() - begin)
+            spent.append(seconds())
         return median(spent)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - begin
 
     def _wait(self) -> None:
         if self._model.device.type == "cuda":
@@ -193,7 +141,9 @@ class Profiler:
         make: Callable[[int, int], Callable[[], object]],
         rows: Sequence[int],
         lengths: Sequence[int],
+        layers: Callable[[int, int], int] = lambda *_: 1,
     ) -> dict[str, Any]:
+        """``layers``: that one call goes through."""
         table = [[0.0] * len(lengths) for _ in rows]
         for i, count in enumerate(rows):
             for j, length in enumerate(lengths):
@@ -201,7 +151,8 @@ class Profiler:
                 grown = (
                     count * length / max(rows[i - 1] * length if i else count * lengths[j - 1], 1)
                 )
-                if earlier * grown > SLOWEST_S or time.perf_counter() > self._deadline:
+                slowest = SLOWEST_S / layers(count, length)
+                if earlier * grown > slowest or time.perf_counter() > self._deadline:
                     table[i][j] = earlier * grown  # what is too slow to measure is proportional
                 else:
                     table[i][j] = self._time(make(count, length))
@@ -254,37 +205,64 @@ class Profiler:
         shape = (rows, heads, self._model.config.head_dim)
         return torch.randn(shape, device=self._model.device).to(self._model.dtype)
 
-    def _cpu_attn(self, rows: int, length: int) -> Callable[[], object]:
-        q = self._rows(rows, self._model.config.num_attention_heads)
-        slots = np.arange(rows, dtype=np.uint32)
-        lengths = np.full(rows, length, np.uint32)
+    def _handoff_curve(self, rows: Sequence[int]) -> dict[str, list[float]]:
+        try:
+            self._handoffs = self._curve(self._handoff, rows)
+        except TimeoutError as error:
+            self._do_without_cpu(error)
+            self._handoffs = self._curve(self._handoff, rows)
+        return self._handoffs
 
-        def run() -> object:
-            with self._offload.trial(slots, lengths):
-                self._offload.publish(0, 0, q)
-                return self._offload.wait(0)
+    def _cpu_surface(self, rows: Sequence[int], lengths: Sequence[int]) -> dict[str, Any] | None:
+        if self._threads == 0:
+            return None
+        try:
+            return self._surface(self._cpu_attn, rows, lengths, self._layers)
+        except TimeoutError as error:
+            self._do_without_cpu(error)
+            return None
 
-        return run
+    def _do_without_cpu(self, error: TimeoutError) -> None:
+        logger.warning("what CPU attention costs is not known: %s", error)
+        self._threads = 0
 
     def _handoff(self, rows: int) -> Callable[[], object]:
-        """Storing, publishing and collecting, around the least attention there is."""
-        config = self._model.config
+        """Storing, publishing and collecting, around the least attention there is, per layer."""
+        return Measured(self._offloaded(rows, 1) if self._threads else lambda: 0.0)
+
+    def _cpu_attn(self, rows: int, length: int) -> Callable[[], object]:
+        """What attention over ``length`` tokens of each row adds to the hand-off of as many."""
+        run = self._offloaded(rows, length)
+        handoff = float(np.interp(rows, self._handoffs["x"], self._handoffs["seconds"]))
+        return Measured(lambda: max(run() - handoff, LEAST_S))
+
+    def _layers(self, rows: int, length: int) -> int:
+        """That such rows are measured in, each with K and V of its own as in a plan."""
+        return min(self._model.config.num_hidden_layers, max(TOKENS // (rows * length), 1))
+
+    def _offloaded(self, rows: int, length: int) -> Callable[[], float]:
+        """Seconds of a layer of a plan, from the stores of CPU-requests to their O.
+
+        ``length``: tokens that each of the ``rows`` attends to. Raises ``TimeoutError`` where the
+        cpu workers do not do their part.
+        """
+        config, layers = self._model.config, self._layers(rows, length)
         k = self._rows(rows, config.num_key_value_heads)
-        decodes = CpuDecodes(
-            slice(0, rows), np.arange(rows, dtype=np.uint32), np.zeros(rows, np.uint32)
-        )
         q = self._rows(rows, config.num_attention_heads)
         out = torch.empty_like(q)
-        lengths = np.ones(rows, np.uint32)
+        slots, lengths = np.arange(rows, dtype=np.uint32), np.full(rows, length, np.uint32)
+        decodes = CpuDecodes(slice(0, rows), slots, lengths - 1)
 
-        def run() -> None:
-            self._offload.store_rows(0, decodes, k, k)
-            if self._threads == 0:
-                return
-            with self._offload.trial(decodes.slots, lengths):
-                self._offload.publish(0, 0, q)
-                if self._offload.wait(0):
+        def run() -> float:
+            begin = time.perf_counter()
+            with self._offload.trial(slots, lengths):
+                for layer in range(layers):
+                    self._offload.store_rows(layer, decodes, k, k)
+                    self._offload.publish(0, layer, q)
+                    if not self._offload.wait(0):
+                        raise TimeoutError("the cpu workers did not do their part")
                     self._offload.collect(0, out)
+            return (time.perf_counter() - begin) / layers
 
         return run
 

@@ -17,7 +17,8 @@ from gpu_worker.executor import Outcome
 from gpu_worker.features import Report
 from gpu_worker.geometry_check import check_geometry
 from gpu_worker.model import LlamaModel
-from gpu_worker.profiler import WORKERS_WAIT_S, load_or_profile, profile_key
+from gpu_worker.profile_store import load_or_profile, profile_key
+from gpu_worker.profiler import WORKERS_WAIT_S
 from gpu_worker.weights import TORCH_DTYPES, LlamaWeights, dummy_weights, load_weights
 from neo_native import Array, Control, ResultProducer, ResultSlot, StepConsumer
 from neo_native.segments import SegmentSet

@@ -77,6 +77,7 @@ class ProfileKey(_Frozen):
     kv_dtype: str
     max_num_batched_tokens: int
     ride_capacity: int = 0
+    revision: int = 1  # of what the figures mean
     offloads: bool = True  # False: times of what offloading takes are none
 
 

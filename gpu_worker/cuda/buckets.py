@@ -151,29 +151,36 @@ class Buckets:
         if "piggyback" in modes and self._ride_capacity:
             yield from self._ride_keys()
 
+    def _rows_beside(self, among: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Buckets of tokens with those of decode rows that so many tokens may need, and splits."""
+        for tokens in among:
+            held = 0
+            for rows, splits in self._mixed_rows:
+                if held < tokens:
+                    yield tokens, rows, splits
+                held = rows
+
     def _single_keys(self, cpu: bool) -> Iterator[Key]:
         for n in self._rows:
             yield (decode_shape(0, n, cpu),)
-        for tokens in self._mixed:
-            for rows, splits in self._mixed_rows:
-                yield (mixed_shape(tokens, rows, splits, cpu),)
+        for tokens, rows, splits in self._rows_beside(self._mixed):
+            yield (mixed_shape(tokens, rows, splits, cpu),)
 
     def _pair_keys(self) -> Iterator[Key]:
         for a in self._pairs:
             for b in self._pairs:
                 yield decode_shape(0, a, True), decode_shape(1, b, True)
-        for tokens in self._pair_mixed:
-            for rows, splits in self._mixed_rows:
-                for b in self._mates:
-                    yield mixed_shape(tokens, rows, splits, True), decode_shape(1, b, True)
+        for tokens, rows, splits in self._rows_beside(self._pair_mixed):
+            for b in self._mates:
+                yield mixed_shape(tokens, rows, splits, True), decode_shape(1, b, True)
 
     def _ride_keys(self) -> Iterator[Key]:
         for (shape,) in self._single_keys(cpu=False):
             yield (shape.with_riders(self._ride_capacity),)
-        for tokens in self._mixed:  # prefills straight into the CPU-cache feed the waves
-            for rows, splits in self._mixed_rows:
-                shape = replace(mixed_shape(tokens, rows, splits, cpu=True), cpu_rows=0)
-                yield (shape.with_riders(self._ride_capacity),)
+        # Prefills straight into the CPU-cache feed the waves.
+        for tokens, rows, splits in self._rows_beside(self._mixed):
+            shape = replace(mixed_shape(tokens, rows, splits, cpu=True), cpu_rows=0)
+            yield (shape.with_riders(self._ride_capacity),)
 
     def key_of(self, plan: HostPlan) -> Key | None:
         """The least shape that holds this plan's rows, or None where there is none."""

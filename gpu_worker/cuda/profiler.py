@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +15,10 @@ import torch
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event, graph_seconds
 from gpu_worker.cuda.plan import TILE_Q
-from gpu_worker.cuda.ride_trial import BesideRows, timed
+from gpu_worker.cuda.ride_trial import BesideRows, captured, replayed, timed
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
-from gpu_worker.profiler import POINT_S, REPEATS, Profiler
+from gpu_worker.profiler import POINT_S, REPEATS, Measured, Profiler
 from neo_native import SwapKind
 
 if TYPE_CHECKING:
@@ -41,17 +41,6 @@ class Captured:
         return self.call()
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A call that returns the seconds asked for."""
-
-    call: Callable[[], float]
-
-    def __call__(self) -> float:
-        """Once."""
-        return self.call()
-
-
 class CudaProfiler(Profiler):
     """As ``Profiler``, over the kernels of ``gpu_worker.cuda``."""
 
@@ -63,9 +52,6 @@ class CudaProfiler(Profiler):
         self._native = exchange
 
     def _time(self, call: Callable[[], object]) -> float:
-        if isinstance(call, Measured):
-            call()
-            return median(call() for _ in range(REPEATS))
         if not isinstance(call, Captured):
             return super()._time(call)
         stop = min(time.perf_counter() + POINT_S, self._deadline)
@@ -110,45 +96,42 @@ class CudaProfiler(Profiler):
         shape = Shape(0, rows, rows)
         return Captured(lambda: self._stages.attend(shape, 0))
 
-    def _handoff(self, rows: int) -> Callable[[], object]:
-        """Publishing, waiting and collecting around the least attention there is, per layer."""
+    def _offloaded(self, rows: int, length: int) -> Callable[[], float]:
+        """Publishing, waiting and collecting in a graph: the pool spins from layer to layer."""
+        exchange = self._stages.exchange
+        assert exchange is not None
+        patience_s, layers = exchange.timeout_s, self._layers(rows, length)
         self._stages.buffers.blank()
-        if self._threads == 0 or self._stages.exchange is None:
-            return lambda: None
-        channel = self._stages.buffers.channels[0]
+        fields, device = self._stages.buffers.channels[0].fields, self._model.device
         none = np.empty(0, np.uint32)
-        slots, lens = np.arange(rows, dtype=np.uint32), np.ones(rows, np.uint32)
-        layers = self._model.config.num_hidden_layers
+        slots, lens = np.arange(rows, dtype=np.uint32), np.full(rows, length, np.uint32)
+        fields["cpu_count"][0] = rows
+        for name in ("q_rows", "cpu_tokens"):
+            fields[name][:rows] = torch.arange(rows, device=device)
+        fields["pages"][:rows] = torch.arange(rows, device=device) % exchange.n_pages
         shape = Shape(0, rows, 0, rows, to_cpu=True)
-        graph = torch.cuda.CUDAGraph()
-        channel.fields["cpu_count"][0] = rows
-        channel.fields["q_rows"][:rows] = torch.arange(rows, device=self._model.device)
 
         def enqueue() -> None:
             for layer in range(layers):
                 self._stages.store(shape, layer)
                 self._stages.join(shape, layer + 1)
 
-        enqueue()  # without an epoch: nobody waits
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            enqueue()
-        begin, end = Event(), Event()
+        graph = captured(enqueue)  # without an epoch: nobody waits
 
         def run() -> float:
-            plan, _ = self._native.announce(0, (slots, none), (lens, none))
-            channel.fields["first_epoch"].fill_(plan[0])
-            channel.fields["cpu_tasks"][: 2 * rows] = torch.from_numpy(
-                plan[2].astype(np.int32).ravel()
-            ).to(self._model.device)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            self._native.retire(0)
-            return begin.elapsed_time(end) * 1e-3 / layers
+            (first, _, tasks), _ = self._native.announce(0, (slots, none), (lens, none))
+            try:
+                self._stages.buffers.outcome.zero_()  # void no more
+                fields["first_epoch"].fill_(first)
+                host = torch.from_numpy(tasks.astype(np.int32).ravel())
+                fields["cpu_tasks"][: 2 * rows] = host.to(device)
+                last = first + layers - 1
+                give_up = partial(self._native.abort_through, 0, last)
+                return replayed(graph, patience_s, give_up) / layers
+            finally:
+                self._native.retire(0)
 
-        return Measured(run)
+        return run
 
     def _ride_handoff(self) -> dict[str, list[float]] | None:
         """What riders add to an iteration, per layer, over riders of each group."""

@@ -145,6 +145,6 @@ def replayed(
         if give_up is not None and time.perf_counter() > stop:
             give_up()
             end.synchronize()
-            raise TimeoutError(f"riders' attention was not done in {patience_s:g} s")
+            raise TimeoutError(f"attention on the CPU was not done in {patience_s:g} s")
         time.sleep(WATCH_S)
     return begin.elapsed_time(end) * 1e-3

@@ -26,6 +26,7 @@ from protos.config import (
     EngineConfig,
     PlanMode,
     SchedulerConfig,
+    WorkerConfig,
 )
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import BLOCK_SIZE, CPU, MAX_LEN, make_geometry, make_segment
@@ -82,13 +83,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def built(folder: Path, gib: float = 1.0, modes: tuple[PlanMode, ...] = PLAN_MODES) -> Backend:
+def built(
+    folder: Path,
+    gib: float = 1.0,
+    modes: tuple[PlanMode, ...] = PLAN_MODES,
+    *,
+    eager: bool = False,
+) -> Backend:
     config = EngineConfig(
         model_path=str(folder),
         cache=CacheConfig(
             block_size=BLOCK_SIZE, num_gpu_blocks_override=BLOCKS, kv_offloading_size=gib
         ),
         scheduler=SchedulerConfig(max_model_len=MAX_LEN, plan_modes=modes),
+        worker=WorkerConfig(enforce_eager=eager),
     )
     shape = ModelConfig.from_pretrained(folder)
     rides = {"ride_groups": shape.num_hidden_layers + 1, "ride_capacity": PLACES}
@@ -145,3 +153,22 @@ def test_a_policy_with_cpu_requests_only_is_refused_if_the_driver_refuses(
     with pytest.raises(DeviceError, match="CPU-requests only, but the driver refuses"):
         built(folder, modes=("one_batch",))
     assert captured == []
+
+
+def test_memory_is_kept_for_the_graphs_that_are_captured(
+    folder: Path, captured: list[set[PlanMode]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More for more kinds of plan, none where nothing is captured."""
+    kept: list[int] = []
+
+    def blocks(*_: Any, activations: int) -> int:
+        kept.append(activations)
+        return BLOCKS
+
+    monkeypatch.setattr(backend, "num_gpu_blocks", blocks)
+    built(folder)
+    built(folder, modes=("gpu_only",))
+    built(folder, eager=True)
+    assert captured == [set(PLAN_MODES), {"gpu_only"}]
+    neo, gpu_only, eager = kept
+    assert neo > gpu_only > eager == backend.LATER_RESERVE

@@ -40,7 +40,7 @@ if torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from gpu_worker.cuda import exchange as device_exchange  # noqa: E402
-from gpu_worker.cuda import handoff, ride_kernel, ride_trial  # noqa: E402
+from gpu_worker.cuda import handoff, profiler, ride_kernel, ride_trial  # noqa: E402
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape  # noqa: E402
 from gpu_worker.cuda.buffers import Buffers  # noqa: E402
 from gpu_worker.cuda.plan import HostBatch  # noqa: E402
@@ -50,6 +50,7 @@ from gpu_worker.cuda.ride_trial import Wave  # noqa: E402
 from gpu_worker.cuda.rides import VoidRiders  # noqa: E402
 from gpu_worker.cuda.stages import Stages  # noqa: E402
 from gpu_worker.kv_pool import GpuCache  # noqa: E402
+from gpu_worker.profiler import LEAST_S  # noqa: E402
 from protos.model_config import ModelConfig  # noqa: E402
 
 TOLERANCE = 1e-4
@@ -425,10 +426,10 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
     monkeypatch.setattr(ride_trial, "replayed", seconds)
     cache: Any = device.stages.cache
     nothing: Any = None
-    profiler = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
-    profiler.use(device.stages, device.native)
+    measuring = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
+    measuring.use(device.stages, device.native)
     with torch.inference_mode():
-        found = profiler.riders(1, PLACES, 2, 8)()
+        found = measuring.riders(1, PLACES, 2, 8)()
     assert (found.riding, found.alone) == (1.0 + PLACES, 1.0)
     riding, alone = launched[-2:]
     assert (riding.lead, alone.lead, riding.gpu_rows) == (PLACES, 0, 2)
@@ -437,6 +438,86 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
     assert fields["row_tokens"][:2].tolist() == [PLACES, PLACES + 1]
     assert fields["row_lens"][:2].tolist() == [8, 8]
     assert device.native.ride_progress() > 0
+
+
+class Clock:
+    """Graphs that run as they are, whose every layer takes as long as this says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stages: Stages) -> None:
+        self.layer_s = 0.0
+        self.layers: list[int] = []  # of each graph
+        self._waits = 0
+        join = stages.join
+
+        def counted(shape: Shape, layer: int) -> None:
+            self._waits += 1
+            join(shape, layer)
+
+        monkeypatch.setattr(stages, "join", counted)
+        monkeypatch.setattr(profiler, "captured", lambda enqueue: enqueue)
+        monkeypatch.setattr(profiler, "replayed", self._replayed)
+
+    def _replayed(self, enqueue: Callable[[], None], *_: object) -> float:
+        self._waits = 0
+        enqueue()
+        self.layers.append(self._waits)
+        return self.layer_s * self._waits
+
+
+def measuring_profiler(rig: Rig, device: Device) -> CudaProfiler:
+    nothing: Any = None
+    measuring = CudaProfiler(rig.model, device.stages.cache, nothing, 8, 3, MAX_LEN)
+    measuring.use(device.stages, device.native)
+    return measuring
+
+
+@pytest.mark.parametrize(("most", "layers"), [(MAX_LEN * 3 * LAYERS, LAYERS), (1, 1)])
+def test_cpu_attention_is_what_layers_take_beyond_the_handoff(
+    make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch, most: int, layers: int
+) -> None:
+    """Real workers attend in every layer; rows without a hand-off of their own are in between."""
+    monkeypatch.setattr("gpu_worker.profiler.TOKENS", most)
+    rig, device = make[0], make[1](padded)
+    device.start_worker()
+    clock = Clock(monkeypatch, device.stages)
+    measuring = measuring_profiler(rig, device)
+    measuring._handoffs = {"x": [1.0, 3.0], "seconds": [1.0, 2.0]}
+    clock.layer_s = 4.0
+    with torch.inference_mode():
+        assert measuring._cpu_attn(2, MAX_LEN)() == pytest.approx(4.0 - 1.5)
+        assert clock.layers == [layers]
+        first = device.native.done_epoch(0)
+        assert first % LAYERS == layers % LAYERS, "not every layer's attention was done"
+        clock.layer_s = 1.0
+        assert measuring._cpu_attn(2, MAX_LEN)() == LEAST_S
+    assert device.native.done_epoch(0) == first + LAYERS
+    assert not device.stages.buffers.voided(0).item()
+
+
+def test_a_measurement_of_cpu_attention_ends_without_cpu_workers(
+    make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog ends it; the next one is not void."""
+    rig, device = make[0], make[1](padded)
+    measuring = measuring_profiler(rig, device)
+
+    def late(enqueue: Callable[[], None], _: float, give_up: Callable[[], None]) -> float:
+        give_up()
+        enqueue()
+        raise TimeoutError
+
+    monkeypatch.setattr(profiler, "captured", lambda enqueue: enqueue)
+    monkeypatch.setattr(profiler, "replayed", late)
+    with torch.inference_mode():
+        run = measuring._offloaded(2, 5)
+        with pytest.raises(TimeoutError):
+            run()
+        assert device.stages.buffers.voided(0).item()
+        device.start_worker()
+        clock = Clock(monkeypatch, device.stages)
+        clock.layer_s = 1.0
+        assert run() == 1.0
+    assert not device.stages.buffers.voided(0).item()
 
 
 def test_a_wave_that_is_measured_ends_without_cpu_workers(make: tuple[Rig, Make]) -> None:

@@ -1,0 +1,63 @@
+"""Hand-offs and CPU attention are measured in captured graphs, with cpu workers or without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_worker.cuda.profiler import CudaProfiler
+from gpu_worker.geometry_check import WIRE_KV_DTYPES
+from gpu_worker.profiler import LEAST_S
+from protos.config import DType, KvCacheDType
+from tests.gpu.kernel_rig import LEN, MAX_TOKENS, SLOTS, KernelRig, config_of
+
+ROWS = [1, 4, SLOTS]
+
+
+@pytest.fixture
+def rig() -> Iterator[KernelRig]:
+    made = KernelRig(config_of(64, 4, 2), DType.BFLOAT16, kv_code=WIRE_KV_DTYPES[KvCacheDType.INT8])
+    with torch.inference_mode():
+        yield made
+    made.close()
+
+
+def profiler_of(rig: KernelRig) -> CudaProfiler:
+    nothing: Any = None
+    made = CudaProfiler(rig.stages.model, rig.cache, nothing, MAX_TOKENS, SLOTS, LEN)
+    assert rig.exchange is not None
+    made.use(rig.stages, rig.exchange._native)
+    made._threads, made._deadline = 2, inf
+    return made
+
+
+def test_every_layer_of_every_measurement_is_attended_to(rig: KernelRig) -> None:
+    profiler, exchange = profiler_of(rig), rig.exchange
+    assert exchange is not None
+    with rig.worker(threads=2):
+        handoffs = profiler._handoff_curve(ROWS)
+        surface = profiler._cpu_surface(ROWS, [64, LEN])
+    assert surface is not None
+    assert min(handoffs["seconds"]) > 0
+    assert all(seconds >= LEAST_S for line in surface["seconds"] for seconds in line)
+    assert exchange.done_epoch(0) >= rig.config.num_hidden_layers * 3 * len(ROWS)
+    assert exchange.done_epoch(0) % rig.config.num_hidden_layers == 0
+    assert not rig.buffers.voided(0).item()
+
+
+def test_measurements_end_without_cpu_workers(rig: KernelRig) -> None:
+    profiler, exchange = profiler_of(rig), rig.exchange
+    assert exchange is not None
+    exchange.timeout_s = 0.2
+    assert profiler._handoff_curve(ROWS)["seconds"] == [0.0] * len(ROWS)
+    assert profiler._cpu_surface(ROWS, [64]) is None
+    exchange.timeout_s, profiler._threads = 10.0, 2
+    with rig.worker(threads=2):
+        assert min(profiler._handoff_curve(ROWS)["seconds"]) > 0
+    assert not rig.buffers.voided(0).item()
