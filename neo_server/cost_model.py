@@ -237,22 +237,6 @@ def plan_time(cost: CostModel, plan: Plan, view: View) -> float:
     return iteration_time(cost, loads, ride)
 
 
-def knee(cost: CostModel, limit: int, efficiency: float = 0.9) -> int:
-    """Fewest tokens at which the linear stage is within ``efficiency`` of its best rate.
-
-    Below it the stage is bound by reading weights, and tokens ride almost free.
-    """
-    best = cost.linear(limit) / limit
-    low, high = 1, limit
-    while low < high:
-        middle = (low + high) // 2
-        if cost.linear(middle) * efficiency <= best * middle:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 class FreeCost:
     """Everything costs the same little: for policies that ask nothing, and for tests."""
 

@@ -14,7 +14,6 @@ from neo_server.cost_model import (
     Stages,
     iteration_time,
     joined,
-    knee,
     layer_time,
 )
 from neo_server.errors import ConfigurationError
@@ -33,13 +32,6 @@ def test_two_sub_batches_hide_either_side_and_read_the_weights_twice() -> None:
     assert layer_time([gpu, cpu]) == 5.5  # bound by the GPU; and by batch-1's own chain
     assert layer_time([gpu, Stages(2.0, 0.0, 9.0, 0.5)]) == 11.5
     assert layer_time([Stages(2.0, 1.0, 4.0, 0.5)]) == 6.5  # one batch hides in attention only
-
-
-def test_below_the_knee_tokens_ride_free_and_above_it_they_cost() -> None:
-    at = knee(A10G, 4096)
-    assert A10G.linear(at // 2) == A10G.linear(1)
-    assert A10G.linear(4 * at) > 2 * A10G.linear(at)
-    assert 64 <= at <= 256
 
 
 def test_the_cache_that_is_left_on_an_a10g_is_the_papers() -> None:
