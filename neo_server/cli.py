@@ -200,7 +200,15 @@ def simulate(
     enable_chunked_prefill: Annotated[bool, typer.Option(help=_AS_SERVE)] = True,
     tpot_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
     ttft_slo_ms: Annotated[float | None, typer.Option(help=_AS_SERVE)] = None,
-    cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the profile's.")] = 1.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Times as neo profile --output measured them; the hardware gives sizes of memory.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    cpu_bandwidth: Annotated[float, typer.Option(help="Factor on the hardware's.")] = 1.0,
     cpu_kv_cache_dtype: Annotated[
         Literal["auto", "int8"], typer.Option(help="int8: half the bytes of the GPU-cache's.")
     ] = "auto",

@@ -10,11 +10,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from neo_server.cost_model import CostModel
 from neo_server.errors import ConfigurationError
 from neo_server.plan import Mode
-from neo_server.roofline import SHAPES, RooflineCost, gpu_cache_tokens, load_hardware
+from neo_server.roofline import (
+    SHAPES,
+    ModelShape,
+    RooflineCost,
+    gpu_cache_tokens,
+    load_hardware,
+)
 from neo_server.simulator.run import ALL_MODES, Report, Setting, simulate
 from neo_server.simulator.workload import Arrival, arrivals, limited, read_trace, synthetic
+from neo_server.table_cost import ProfileTable, TableCost
 from protos.config import SchedulerConfig
 
 
@@ -37,6 +45,7 @@ class Request:
     enable_chunked_prefill: bool
     tpot_slo_ms: float | None
     ttft_slo_ms: float | None
+    profile: Path | None
     cpu_bandwidth: float
     cpu_kv_cache_dtype: Literal["auto", "int8"]
     enable_piggyback: bool
@@ -85,12 +94,33 @@ def _setting(request: Request, policy: str) -> Setting:
         ttft_slo_s=None if request.ttft_slo_ms is None else request.ttft_slo_ms * 1e-3,
     )
     kv_scale = 0.5 if request.cpu_kv_cache_dtype == "int8" else 1.0
-    cost = RooflineCost(hardware, shape, kv_scale=kv_scale)
     cpu_tokens = int(shape.tokens_in(hardware.cpu_memory_gb * 1e9) / kv_scale)
     modes = ALL_MODES if request.enable_piggyback else ALL_MODES - {Mode.PIGGYBACK}
-    return Setting(
-        policy, cost.with_cpu_bandwidth(request.cpu_bandwidth), tokens, cpu_tokens, config, modes
-    )
+    cost: CostModel
+    if request.profile is None:
+        roofline = RooflineCost(hardware, shape, kv_scale=kv_scale)
+        cost = roofline.with_cpu_bandwidth(request.cpu_bandwidth)
+    else:
+        cost = _measured(request, shape, request.profile)
+    return Setting(policy, cost, tokens, cpu_tokens, config, modes)
+
+
+def _measured(request: Request, shape: ModelShape, path: Path) -> TableCost:
+    """Raises ``ConfigurationError`` for a profile of something else."""
+    table = ProfileTable.parse(path.read_text(encoding="utf-8"))
+    if table.num_layers != shape.layers:
+        raise ConfigurationError(
+            f"{path} is of {table.num_layers} layers; {shape.name} has {shape.layers}"
+        )
+    is_int8 = table.key.kv_dtype == "int8"
+    if is_int8 != (request.cpu_kv_cache_dtype == "int8"):
+        raise ConfigurationError(
+            f"cpu_kv_cache_dtype is {request.cpu_kv_cache_dtype!r}; {path} was measured with "
+            f"{table.key.kv_dtype!r}"
+        )
+    if request.cpu_bandwidth != 1.0:
+        raise ConfigurationError("cpu_bandwidth is of a hardware's figures; a profile has its own")
+    return TableCost(table)
 
 
 def _cells(report: Report) -> list[str]:
