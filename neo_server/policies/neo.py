@@ -15,7 +15,7 @@ from math import ceil, sqrt
 import numpy as np
 
 from neo_server.cost_model import CostModel, Load, iteration_time
-from neo_server.plan import Ints, Place, Plan, Seqs, SeqView, View
+from neo_server.plan import Ints, Mode, Place, Plan, Seqs, SeqView, View
 from neo_server.policies.candidates import Choice, Worth, best
 from neo_server.policies.chunks import chunk_limit
 from neo_server.policies.draft import Draft, decode_load
@@ -183,7 +183,9 @@ class _Paying:
             return 0.0
         if draft.can_admit(view.waiting[0], Place.GPU, 0):
             return 0.0
-        return self.more(view.waiting[0]) / (view.ride_groups if (cpu.ride > 0).any() else 1)
+        in_batches = (cpu.is_decode & (cpu.ride == 0)).any() and not (cpu.ride > 0).any()
+        rides = Mode.PIGGYBACK in view.modes and not in_batches
+        return self.more(view.waiting[0]) / (view.ride_groups if rides else 1)
 
 
 def _added(base: Load, seq: SeqView, n_new: int, place: Place) -> Load:
