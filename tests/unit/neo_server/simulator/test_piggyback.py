@@ -19,7 +19,7 @@ from protos.config import SchedulerConfig
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
 FAST = replace(H200, hardware=H200.hardware.model_copy(update={"handoff_us": 8.0}))
-WORK = arrivals(synthetic(1000, 300, 120), None)
+WORK = arrivals(synthetic(1000, 300, 200), None)
 
 
 def run(policy: str = "neo", **changes: object) -> Report:
