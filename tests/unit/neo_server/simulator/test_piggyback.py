@@ -18,8 +18,14 @@ from neo_server.step_cost import StepLoad
 from protos.config import SchedulerConfig
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
-FAST = replace(H200, hardware=H200.hardware.model_copy(update={"handoff_us": 8.0}))
-WORK = arrivals(synthetic(1000, 300, 200), None)
+# Half the CPU: the crowd that keeps it busy is small against the run.
+FAST = replace(
+    H200,
+    hardware=H200.hardware.model_copy(
+        update={"handoff_us": 8.0, "cpu_bandwidth_gbs": H200.hardware.cpu_bandwidth_gbs / 2}
+    ),
+)
+WORK = arrivals(synthetic(1000, 300, 120), None)
 
 
 def run(policy: str = "neo", **changes: object) -> Report:
@@ -60,7 +66,7 @@ def test_nobody_rides_for_all_its_tokens(waves: Report) -> None:
 
 
 def test_waves_shorten_the_wait_of_all_together(waves: Report, without: Report) -> None:
-    assert waves.mean_per_token_s < run("gpu-only").mean_per_token_s
+    assert waves.mean_per_token_s < without.mean_per_token_s
     assert waves.percentile("ttft_s", 50) < without.percentile("ttft_s", 50)
 
 
