@@ -183,9 +183,10 @@ class _Paying:
             return 0.0
         if draft.can_admit(view.waiting[0], Place.GPU, 0):
             return 0.0
-        in_batches = (cpu.is_decode & (cpu.ride == 0)).any() and not (cpu.ride > 0).any()
-        rides = Mode.PIGGYBACK in view.modes and not in_batches
-        return self.more(view.waiting[0]) / (view.ride_groups if rides else 1)
+        # Of each: as those that are there did lately, or at least as one that rides.
+        least = 1.0 / view.ride_groups if Mode.PIGGYBACK in view.modes else 1.0
+        lately = view.cpu_decodes / max(int(cpu.is_decode.sum()), 1)
+        return self.more(view.waiting[0]) * min(max(lately, least), 1.0)
 
 
 def _added(base: Load, seq: SeqView, n_new: int, place: Place) -> Load:
