@@ -60,7 +60,7 @@ def padded(batch: HostBatch) -> Shape:
     """As for a graph, though smaller."""
     if batch.decodes_only:
         return replace(decode_shape(batch.channel, 3, cpu=True), splits=1)
-    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4, chunk_tiles=1)
+    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4)
 
 
 class Both:
