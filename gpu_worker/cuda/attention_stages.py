@@ -137,10 +137,11 @@ class AttentionStages:
 
     def begin_chunks(self, shapes: Sequence[Shape], layers: int) -> None:
         """Starts to load what later chunks of CPU prefills attend over."""
-        if self._loads is None:
+        if self._loads is None or self.exchange is None:
             return
         self._loads.begin([chunk for s in shapes for chunk in s.cpu_chunks], layers)
         for s in shapes:
             if s.chunk_place:  # of one batch at most
                 ints = self._channel(s).fields["chunk"]
-                self._loads.begin_open(self.buffers.chunk.on(ints), layers)
+                table = self.buffers.chunk.on(ints, self.exchange.copy_tiles.rows)
+                self._loads.begin_open(table, layers)

@@ -32,20 +32,20 @@ def copy_pages_kernel(
     OPEN: of the one span's groups only those that have tokens.
 
     ``cache``: the first of the layers in device memory. ``first_layer``: its number in the
-    CPU-cache. A program takes one layer, group, head and K or V after the other, so that however
-    few programs leave the device to others.
+    CPU-cache. A program takes K and V of one layer, group and head after the other: all of both is
+    under way before any of it is used, so that few programs suffice and leave the device to others.
     """
-    sides = 2 * KV_HEADS
     if OPEN:
         n_groups = tl.minimum(n_groups, tl.cdiv(tl.load(table + 1), ROWS))
     d = tl.arange(0, DIM_PAD)
-    for item in range(tl.program_id(0), n_groups * layers * sides, tl.num_programs(0)):
-        h = item % sides // 2
-        is_v = tl.cast(item % 2, tl.int64)
-        group = first_group + item // sides % n_groups
-        layer = tl.cast(item // sides // n_groups, tl.int64)
+    r = tl.arange(0, 2 * ROWS)  # K's tokens, then V's
+    is_v = (r // ROWS).to(tl.int64)
+    for item in range(tl.program_id(0), n_groups * layers * KV_HEADS, tl.num_programs(0)):
+        h = item % KV_HEADS
+        group = first_group + item // KV_HEADS % n_groups
+        layer = tl.cast(item // KV_HEADS // n_groups, tl.int64)
         span = table if OPEN else table + tl.load(table + groups_at + group) * 4
-        n = (group - tl.load(span)) * ROWS + tl.arange(0, ROWS)
+        n = (group - tl.load(span)) * ROWS + r % ROWS
         there = n < tl.load(span + 1)
         here = there[:, None] & (d < HEAD_DIM)[None, :]
         blocks = table + entries_at + tl.load(span + 2)
@@ -54,8 +54,8 @@ def copy_pages_kernel(
         page = tl.load(pages + n // page_size, mask=there, other=0).to(tl.int64)
         slot = block * block_size + n % block_size
         row = n % page_size
-        on_gpu = cache + layer * cache_layer + is_v * cache_plane
-        on_gpu = on_gpu + ((slot * KV_HEADS + h) * HEAD_DIM)[:, None] + d[None, :]
+        at = is_v * cache_plane + (slot * KV_HEADS + h) * HEAD_DIM
+        on_gpu = cache + layer * cache_layer + at[:, None] + d[None, :]
         tile = (((first_layer + layer) * n_pages + page) * KV_HEADS + h) * 2 + is_v
         on_cpu = tiles + (tile * tile_stride + row * HEAD_DIM)[:, None] + d[None, :]
         at_scale = scales + tile * scale_stride + row

@@ -327,7 +327,7 @@ def test_rope_and_stores(offloading: KernelRig) -> None:
     assert torch.equal(handed, q[[n - 2, n - 1]].cpu())
 
 
-@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100])
+@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100, 300])
 def test_a_swap_out_writes_what_the_extension_would(offloading: KernelRig, n: int) -> None:
     r = offloading
     assert r.exchange is not None
@@ -354,7 +354,7 @@ def stored(r: KernelRig, slot: int, n: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100])
+@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100, 300])
 def test_a_swap_in_reads_what_the_extension_would(offloading: KernelRig, n: int) -> None:
     r = offloading
     assert r.exchange is not None
