@@ -36,6 +36,7 @@ class AttentionStages:
         self._config = c = model.config
         self._scale = c.attention_scale * math.log2(math.e)
         self._dim_pad = max(16, triton.next_power_of_2(c.head_dim))
+        self.prefill_tiles = prefill_tiles(self._dim_pad, model.dtype.itemsize)
         group = c.num_attention_heads // c.num_key_value_heads
         self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
 
@@ -95,19 +96,19 @@ class AttentionStages:
         buffer of its own, so that each after the first has a launch of its own.
         """
         if not s.has_chunk:
-            self._prefill(s, kv, kv, range(s.tiles))
+            self.prefill(s, kv, kv, range(s.tiles))
             return
         assert self._loads is not None
         begin = 0
         for end in (*(chunk.tile_first for chunk in s.cpu_chunks[1:]), s.tiles):
-            self._prefill(s, kv, self._loads.take(), range(begin, end))
+            self.prefill(s, kv, self._loads.take(), range(begin, end))
             self._loads.done()
             begin = end
 
-    def _prefill(self, s: Shape, kv: Tensor, staging: Tensor, tiles: range) -> None:
+    def prefill(self, s: Shape, kv: Tensor, staging: Tensor, tiles: range) -> None:
         """``staging``: [2][1][tokens][..], earlier tokens of the tiles' later chunk, if any."""
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
-        tile, warps, stages = prefill_tiles(self._dim_pad, c.qkv.itemsize)
+        tile, warps, stages = self.prefill_tiles
         attention.prefill_kernel[(cfg.num_attention_heads, len(tiles))](
             c.qkv,
             kv,
