@@ -25,6 +25,7 @@ from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import Lane
 from gpu_worker.cuda.tiles import CopyTiles, copy_tiles
 from neo_native import RowKind, SwapKind
+from protos.model_config import ModelConfig
 
 REPEATS = 5
 COPIES = 4  # that are timed at a time
@@ -45,14 +46,16 @@ class Sweep:
     warps: tuple[int, ...] = ()
     prefill_tiles: tuple[tuple[int, int, int], ...] = ()  # tokens a step, warps, stages
 
-    def copies(self, exchange: DeviceExchange, dim_pad: int) -> list[CopyTiles]:
+    def copies(self, exchange: DeviceExchange, config: ModelConfig) -> list[CopyTiles]:
         """What is in use, then each combination."""
+        dim_pad = triton.next_power_of_2(config.head_dim)
         now, itemsize = exchange.copy_tiles, exchange.tiles.dtype.itemsize
-        kib = self.kib or (now.rows * 2 * dim_pad * itemsize // 1024,)
+        sizes = dim_pad, itemsize, exchange.page_size, config.num_key_value_heads
+        kib = self.kib or (now.rows * now.tiles * dim_pad * itemsize // 1024,)
         made = [
-            copy_tiles(dim_pad, itemsize, programs, size * 1024, warps)
+            copy_tiles(*sizes, programs, under_way * 1024, warps)
             for programs in self.programs or (now.programs,)
-            for size in kib
+            for under_way in kib
             for warps in self.warps or (now.warps,)
         ]
         return list(dict.fromkeys((now, *made)))
@@ -75,7 +78,7 @@ class ChunkTrial:
         self._buckets = Buckets(*limits)
         self._decodes = decodes
         self._rows = [(slot, RowKind.DECODE_GPU, context, 1) for slot in range(decodes)]
-        self._dim_pad = triton.next_power_of_2(stages.model.config.head_dim)
+        self._config = stages.model.config
 
     def chunks(
         self,
@@ -87,7 +90,7 @@ class ChunkTrial:
         """Decodes alone, then one line for each chunk; with a sweep, one for each of its sizes."""
         alone = self._iteration(self._plan([])) * 1e3
         yield {"decodes": self._decodes, "device_ms": alone}
-        layers = self._stages.model.config.num_hidden_layers
+        layers = self._config.num_hidden_layers
         for new, start, place in product(sizes, earlier, places):
             key = self._plan([(self._decodes, PLACES[place], start, new)])
             head = {"decodes": self._decodes, "chunk": new, "earlier": start, "place": place}
@@ -111,7 +114,7 @@ class ChunkTrial:
             yield {"prefill_tiles": tiles, "attention_us": us, "device_ms": ms}
         exchange = self._stages.exchange
         if copied and exchange is not None:
-            for copies in sweep.copies(exchange, self._dim_pad)[1:]:
+            for copies in sweep.copies(exchange, self._config)[1:]:
                 with using(exchange, "copy_tiles", copies):
                     yield asdict(copies) | {"device_ms": self._iteration(key) * 1e3}
 
@@ -159,7 +162,7 @@ class ChunkTrial:
         key = self._plan([])
         graph = captured(lambda: self._stages.forward(key))
         decode = Work(graph.replay, Lane.COMPUTE)
-        for tiles in sweep.copies(exchange, self._dim_pad):
+        for tiles in sweep.copies(exchange, self._config):
             with using(exchange, "copy_tiles", tiles):
                 for n in tokens:
                     for kind, lane in LANES.items():
@@ -195,7 +198,7 @@ class ChunkTrial:
 
     def _bytes(self, tokens: int) -> int:
         """Through PCIe, scales too."""
-        config, exchange = self._stages.model.config, self._stages.exchange
+        config, exchange = self._config, self._stages.exchange
         assert exchange is not None
         row = config.head_dim * exchange.tiles.dtype.itemsize + 4 * exchange.is_int8
         return tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * row

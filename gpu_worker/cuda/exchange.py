@@ -70,9 +70,10 @@ class DeviceExchange:
         work, out, cache = self._mapped
         kv_dtype = KV_DTYPES[int(geometry["kv_dtype"])]
         self.is_int8 = kv_dtype is torch.int8
-        self._dim_pad = triton.next_power_of_2(self._head_dim)
-        self.copy_tiles = copy_tiles(self._dim_pad, kv_dtype.itemsize)
         self.n_pages, self.page_size = int(geometry["n_pages"]), int(geometry["page_size"])
+        self._dim_pad = triton.next_power_of_2(self._head_dim)
+        sizes = self._dim_pad, kv_dtype.itemsize, self.page_size, self._kv_heads
+        self.copy_tiles = copy_tiles(*sizes)
         self.tiles = cache.view(self._at["tiles"], kv_dtype)
         self.scales = cache.view(self._at["tiles"] + self._at["scales"], torch.float32)
         self.tile_stride = self._at["tile_bytes"] // kv_dtype.itemsize
@@ -243,10 +244,11 @@ class DeviceExchange:
 
         ``cache``: of these layers, [layers][2][blocks][tokens of a block][kv_heads][head_dim].
         """
-        items = len(groups) * len(layers) * self._kv_heads
+        sizes = self.copy_tiles
+        items = len(groups) * len(layers) * 2 * self._kv_heads // sizes.tiles
         if items == 0:
             return
-        copy_pages_kernel[(min(items, self.copy_tiles.programs),)](
+        copy_pages_kernel[(min(items, sizes.programs),)](
             cache,
             cache.stride(0),
             cache.stride(1),
@@ -268,8 +270,9 @@ class DeviceExchange:
             HEAD_DIM=self._head_dim,
             DIM_PAD=self._dim_pad,
             ROWS=table.rows,
+            TILES=sizes.tiles,
             TO_CPU=kind is SwapKind.OUT,
             INT8=self.is_int8,
             OPEN=table.is_open,
-            num_warps=self.copy_tiles.warps,
+            num_warps=sizes.warps,
         )

@@ -18,7 +18,6 @@ LEAST = 16  # tokens; a matrix product takes no fewer
 COPY_PROGRAMS = 8
 COPY_BYTES = 32 * 1024  # of the CPU-cache that a program has under way
 COPY_WARPS = 16
-MOST_COPIED = 256  # tokens of a head at a time, however short the head
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,30 @@ class CopyTiles:
     """How a copy between the caches is shared out."""
 
     programs: int  # at most
-    rows: int  # tokens whose K and V of one head a program moves at a time: a power of two
+    rows: int  # tokens of one page that a program moves at a time
+    tiles: int  # of them: K or V of one head each
     warps: int  # of a program
 
 
 def copy_tiles(
     dim_pad: int,
     itemsize: int,
+    page_size: int,
+    kv_heads: int,
     programs: int = COPY_PROGRAMS,
     under_way: int = COPY_BYTES,
     warps: int = COPY_WARPS,
 ) -> CopyTiles:
     """``itemsize``: bytes of a value in the CPU-cache; ``under_way``: bytes, a power of two."""
-    rows = under_way // (2 * dim_pad * itemsize)
-    return CopyTiles(programs, max(LEAST, min(MOST_COPIED, rows)), warps)
+    values = under_way // itemsize
+    rows = max(1, min(values // (2 * dim_pad), _binary_part(page_size)))
+    tiles = max(1, min(values // (rows * dim_pad), 2 * _binary_part(kv_heads)))
+    return CopyTiles(programs, rows, tiles, warps)
+
+
+def _binary_part(n: int) -> int:
+    """The largest power of two that divides it."""
+    return n & -n
 
 
 def decode_tiles(heads: int, splits: int, dim_pad: int, itemsize: int) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ __all__ = ["interpretable"]  # a fixture of every test
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that these short sequences are several groups of tokens, more than there are programs."""
-    tiles = CopyTiles(programs=3, rows=16, warps=4)
+    tiles = CopyTiles(programs=3, rows=8, tiles=2, warps=4)
     monkeypatch.setattr(device_exchange, "copy_tiles", lambda *_: tiles)
 
 

@@ -55,7 +55,7 @@ def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) ->
         torch.from_numpy(table.ints), table.groups_at, table.entries_at, 0, table.n_groups,
         LAYER, 1, TOKENS, PAGE_SIZE,
         int(geometry["n_pages"]), at["tile_bytes"], at["tile_bytes"] // 4,
-        KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS,
+        KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS, TILES=2,
         TO_CPU=True, INT8=True, OPEN=False,
     )  # fmt: skip
 
