@@ -71,7 +71,7 @@ def copy_pages_kernel(
                 tl.store(at_scale, scale, mask=there)
             tl.store(on_cpu, x.to(tiles.dtype.element_ty), mask=here)
         else:
-            # In this order: with the scales first the compiler waits for some before all is asked for.
+            # Scales last: with them first the compiler waits for some of x before it asks for all.
             x = tl.load(on_cpu, mask=here, other=0).to(tl.float32)
             if INT8:
                 x = x * tl.load(at_scale, mask=there, other=0.0)[:, None]
