@@ -8,6 +8,14 @@ What riders cost the rows beside them, per layer, with next to no work for the c
 
     python scripts/bench_gpu_iterations.py --rows --riders 1 8 32 --ridden 24 --cpu-gib 2 \
         --threads 8 --enforce-eager
+
+What a chunk of a prefill adds to 22 decodes, on the device and on the CPU (first chunk, later
+ones), with and without the copy of what is earlier; prefill attention alone; then what copies reach
+alone and beside the decodes, in several sizes. Captures what it needs itself:
+
+    python scripts/bench_gpu_iterations.py --rows --chunks 128 256 512 --earlier 0 512 --cpu-gib 8 \
+        --cpu-kv-cache-dtype int8 --copy-tokens 512 2048 --copy-programs 4 8 16 64 \
+        --prefill-tiles 64,8,3 128,8,2 --enforce-eager
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -29,6 +38,7 @@ import torch
 import neo_native as native
 from gpu_worker import ops
 from gpu_worker.backends import Parts, make_backend
+from gpu_worker.cuda.chunk_trial import PLACES, ChunkTrial, Sweep
 from gpu_worker.cuda.events import graph_seconds
 from gpu_worker.cuda.profiler import CudaProfiler
 from gpu_worker.executor import Outcome
@@ -238,8 +248,40 @@ def ride_costs(bench: Bench, riders: int, rows: int, context: int) -> list[dict[
     return lines
 
 
-def main() -> None:
-    """Prints one JSON line per measurement."""
+@torch.inference_mode()
+def chunk_costs(bench: Bench, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of chunks beside decodes, and of copies; see ``ChunkTrial``."""
+    stages = bench.backend.runner._stages  # type: ignore[attr-defined]
+    trial = ChunkTrial(
+        stages,
+        lambda rows: bench.backend.reader.read(bench.step([rows])),
+        (int(bench.geometry["max_rows"]), options.max_tokens),
+        options.decodes,
+        options.context,
+    )
+    sweep = Sweep(
+        tuple(options.copy_programs),
+        tuple(options.copy_kib),
+        tuple(options.copy_warps),
+        tuple(options.prefill_tiles),
+    )
+    chunks = options.chunks, options.earlier, options.chunk_place
+    if options.chunks:
+        yield from trial.chunks(*chunks)
+    if options.copy_tokens:
+        yield from trial.copies(options.copy_tokens, sweep)
+    if options.chunks and sweep != Sweep():
+        yield from trial.chunks(*chunks, sweep)
+
+
+def three(text: str) -> tuple[int, int, int]:
+    """``64,4,3``."""
+    a, b, c = map(int, text.split(","))
+    return a, b, c
+
+
+def options_given() -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=known(), default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int)
@@ -250,6 +292,17 @@ def main() -> None:
     parser.add_argument("--cpu-context", type=int, default=256)
     parser.add_argument("--riders", type=int, nargs="*", default=[], help="places of a group")
     parser.add_argument("--ridden", type=int, nargs="*", default=[24], help="decodes beside them")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="new tokens of a chunk")
+    parser.add_argument("--earlier", type=int, nargs="*", default=[0, 512], help="its earlier ones")
+    parser.add_argument("--chunk-place", choices=PLACES, nargs="*", default=[*PLACES])
+    parser.add_argument("--decodes", type=int, default=22, help="beside chunks and copies")
+    parser.add_argument("--copy-tokens", type=int, nargs="*", default=[], help="of a copy")
+    parser.add_argument("--copy-programs", type=int, nargs="*", default=[])
+    parser.add_argument("--copy-kib", type=int, nargs="*", default=[], help="under way of each")
+    parser.add_argument("--copy-warps", type=int, nargs="*", default=[])
+    parser.add_argument(
+        "--prefill-tiles", type=three, nargs="*", default=[], help="tokens a step,warps,stages"
+    )
     parser.add_argument("--cpu-gib", type=float, default=0.0)
     parser.add_argument("--cpu-kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
@@ -259,7 +312,12 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--time-limit", type=int, default=300, help="seconds; then it is killed")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prints one JSON line per measurement."""
+    options = options_given()
     signal.alarm(options.time_limit)
     rates = measure_rates("cuda", "bfloat16")
     bandwidth, rate = rates.bytes_per_s, rates.flops
@@ -295,6 +353,8 @@ def main() -> None:
         for riders in options.riders:
             for line in ride_costs(bench, riders, rows, options.context):
                 print(json.dumps(line), flush=True)
+    for line in chunk_costs(bench, options):
+        print(json.dumps(line), flush=True)
     for worker in bench.workers:
         worker.stop()
 

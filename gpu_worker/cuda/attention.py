@@ -103,20 +103,21 @@ def merge_splits_kernel(
         tl.store(to, merged.to(out.dtype.element_ty), mask=in_dim)
 
 
-# Tiles of later chunks begin anywhere: nothing is compiled while plans run.
+# Launches for further chunks begin at any tile: nothing is compiled while plans run.
 @triton.jit(do_not_specialize_on_alignment=["tile_rows", "tile_firsts"])
 def prefill_kernel(
-    qkv, cache, cache_plane, tables, table_stride, out, scale,
+    qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
     tile_rows, tile_firsts, row_tokens, row_news, row_starts, row_tables,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of TILE_Q new tokens of one row and head.
 
-    First over what its cache holds already, by block, then over the row's own new K and V where
-    the projection left them.
+    First over what its cache holds already, by block, or, with a ``row_tables`` below 0, what lies
+    token by token in ``staging``; then over the row's own new K and V where the projection left
+    them. Heads are the quick index of the grid: programs of tiles that are none begin last.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
+    head, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)
     if row >= 0:
         h = head // (HEADS // KV_HEADS)
@@ -124,7 +125,12 @@ def prefill_kernel(
         base = tl.load(row_tokens + row).to(tl.int64)
         new = tl.load(row_news + row)
         start = tl.load(row_starts + row)
-        table = tables + tl.load(row_tables + row).to(tl.int64) * tl.load(table_stride)
+        number = tl.load(row_tables + row).to(tl.int64)
+        staged = number < 0
+        earlier = tl.where(staged, staging, cache)
+        plane = tl.where(staged, staging_plane, cache_plane)
+        in_blocks = tl.where(staged, 0, start)
+        table = tables + tl.maximum(number, 0) * tl.load(table_stride)
         width: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         i = first + tl.arange(0, TILE_Q)
         d = tl.arange(0, DIM_PAD)
@@ -139,15 +145,18 @@ def prefill_kernel(
         for at in range(0, start, TILE):
             n = at + tl.arange(0, TILE)
             seen = n < start
-            block = tl.load(table + n // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            block = tl.load(table + n // BLOCK_SIZE, mask=n < in_blocks, other=0).to(tl.int64)
+            block = tl.where(staged, n // BLOCK_SIZE, block)
             place = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * KV_HEADS + h) * HEAD_DIM
             k = tl.load(
-                cache + place[None, :] + d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0
+                earlier + place[None, :] + d[:, None],
+                mask=seen[None, :] & in_dim[:, None],
+                other=0.0,
             )
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             v = tl.load(
-                cache + cache_plane + place[:, None] + d[None, :],
+                earlier + plane + place[:, None] + d[None, :],
                 mask=seen[:, None] & in_dim[None, :],
                 other=0.0,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 from torch import Tensor
 
@@ -37,9 +36,8 @@ class AttentionStages:
         self._config = c = model.config
         self._scale = c.attention_scale * math.log2(math.e)
         self._dim_pad = max(16, triton.next_power_of_2(c.head_dim))
+        self.prefill_tiles = prefill_tiles(self._dim_pad, model.dtype.itemsize)
         group = c.num_attention_heads // c.num_key_value_heads
-        # The table of staging: one block, as long as the staging itself.
-        self._one_block = torch.zeros(1, dtype=torch.int32, device=model.device)
         self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
 
     def _channel(self, s: Shape) -> ChannelBuffers:
@@ -49,12 +47,7 @@ class AttentionStages:
         """Attention on the device, into ``attn``."""
         kv = self.cache.blocks[layer]
         if s.tiles:
-            tables = self._channel(s).fields["tables"]
-            self._prefill(s, kv, tables, 0, s.tiles, self.cache.block_size)
-        for chunk in s.cpu_chunks:
-            self._staged_prefill(s, chunk.tile_first, chunk.tile_count)
-        if s.chunk_tiles:
-            self._staged_prefill(s, 0, s.chunk_tiles)
+            self._prefills(s, kv)
         if s.gpu_rows:
             self.decode_attention(s, kv)
 
@@ -96,32 +89,38 @@ class AttentionStages:
                 b.part_o, b.part_ml, f["row_tokens"], f["row_lens"], c.attn, num_warps=1, **shape
             )
 
-    def _prefill(
-        self,
-        s: Shape,
-        kv: Tensor,
-        tables: Tensor,
-        first: int,
-        tiles: int,
-        block_size: int,
-        kind: str = "",
-    ) -> None:
-        """``tiles`` of prefill attention from ``first`` on; ``kv``: [2][block][..] of one layer.
+    def _prefills(self, s: Shape, kv: Tensor) -> None:
+        """All prefill attention of a batch. ``kv``: one layer of the GPU-cache.
 
-        ``kind``: ``chunk_`` for the tiles of later chunks of CPU prefills.
+        One launch, for later chunks of CPU prefills too; a second such chunk waits for a staging
+        buffer of its own, so that each after the first has a launch of its own.
         """
+        if not s.has_chunk:
+            self.prefill(s, kv, kv, range(s.tiles))
+            return
+        assert self._loads is not None
+        begin = 0
+        for end in (*(chunk.tile_first for chunk in s.cpu_chunks[1:]), s.tiles):
+            self.prefill(s, kv, self._loads.take(), range(begin, end))
+            self._loads.done()
+            begin = end
+
+    def prefill(self, s: Shape, kv: Tensor, staging: Tensor, tiles: range) -> None:
+        """``staging``: [2][1][tokens][..], earlier tokens of the tiles' later chunk, if any."""
         c, f, cfg = self._channel(s), self._channel(s).fields, self._config
-        tile, warps, stages = prefill_tiles(self._dim_pad, c.qkv.itemsize)
-        attention.prefill_kernel[(tiles, cfg.num_attention_heads)](
+        tile, warps, stages = self.prefill_tiles
+        attention.prefill_kernel[(cfg.num_attention_heads, len(tiles))](
             c.qkv,
             kv,
             kv.stride(0),
-            tables,
+            f["tables"],
             f["table_stride"],
+            staging,
+            staging.stride(0),
             c.attn,
             self._scale,
-            f[f"{kind}tile_rows"][first:],
-            f[f"{kind}tile_firsts"][first:],
+            f["tile_rows"][tiles.start :],
+            f["tile_firsts"][tiles.start :],
             f["prefill_tokens"],
             f["prefill_news"],
             f["prefill_starts"],
@@ -130,7 +129,7 @@ class AttentionStages:
             KV_HEADS=cfg.num_key_value_heads,
             HEAD_DIM=cfg.head_dim,
             DIM_PAD=self._dim_pad,
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=self.cache.block_size,
             TILE_Q=TILE_Q,
             TILE=tile,
             num_warps=warps,
@@ -139,17 +138,11 @@ class AttentionStages:
 
     def begin_chunks(self, shapes: Sequence[Shape], layers: int) -> None:
         """Starts to load what later chunks of CPU prefills attend over."""
-        if self._loads is None:
+        if self._loads is None or self.exchange is None:
             return
         self._loads.begin([chunk for s in shapes for chunk in s.cpu_chunks], layers)
         for s in shapes:
-            if s.chunk_tiles:  # of one batch at most
+            if s.chunk_place:  # of one batch at most
                 ints = self._channel(s).fields["chunk"]
-                self._loads.begin_open(self.buffers.chunk.on(ints), layers)
-
-    def _staged_prefill(self, s: Shape, first: int, tiles: int) -> None:
-        """Attention of a later chunk of a CPU prefill; its earlier tokens come through staging."""
-        assert self._loads is not None
-        kv = self._loads.take()
-        self._prefill(s, kv, self._one_block, first, tiles, kv.shape[2], "chunk_")
-        self._loads.done()
+                table = self.buffers.chunk.on(ints, self.exchange.copy_tiles.rows)
+                self._loads.begin_open(table, layers)

@@ -136,8 +136,8 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
         for rows in range(1, stages.buffers.rows + 1):  # each number has its way to split them
             stages.decode_attention(Shape(0, rows, rows), stages.cache.blocks[0])
         if stages.exchange is not None:
-            chunk = CpuChunk(slot=0, start=1, tile_first=0, tile_count=1)
-            stages.forward([Shape(0, 1, 0, 0, True, 0, 1, (chunk,))])
+            chunk = CpuChunk(slot=0, start=1, tile_first=0)
+            stages.forward([Shape(0, 1, 0, 0, True, 1, 1, (chunk,))])
             stages.exchange.warm_up(stages.cache.blocks, stages.buffers.staging)
         torch.cuda.synchronize()
     except Exception as error:

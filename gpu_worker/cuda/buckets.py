@@ -36,10 +36,10 @@ class Shape:
     gpu_rows: int
     cpu_rows: int = 0
     to_cpu: bool = False
-    tiles: int = 0
+    tiles: int = 0  # of prefill attention
     sampled: int = 0
     cpu_chunks: tuple[CpuChunk, ...] = ()
-    chunk_tiles: int = 0  # of one such chunk, which the metadata tells of, if there is one
+    chunk_place: bool = False  # for one such chunk, which the metadata tells of, if there is one
     splits: int = 0  # of each sequence in decode attention; 0: by the number of rows
     lead: int = 0  # of the tokens: places of riders before the rows
 
@@ -57,6 +57,11 @@ class Shape:
             cpu_chunks=batch.cpu_chunks,
             lead=batch.lead,
         )
+
+    @property
+    def has_chunk(self) -> bool:
+        """There may be tiles of later chunks of CPU prefills."""
+        return self.chunk_place or bool(self.cpu_chunks)
 
     def with_riders(self, capacity: int) -> Shape:
         """The same with places for riders."""
@@ -119,7 +124,7 @@ def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
         to_cpu=cpu,
         tiles=tokens // TILE_Q + MIXED_PREFILLS,
         sampled=rows + MIXED_PREFILLS,
-        chunk_tiles=tokens // TILE_Q if cpu else 0,
+        chunk_place=cpu,
         splits=splits,
     )
 

@@ -21,15 +21,9 @@ from gpu_worker.cuda.page_copies import copy_pages_kernel
 from gpu_worker.cuda.plan import HostPlan
 from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.rides import announced as rides_announced
-from gpu_worker.cuda.spans import (
-    ROWS,
-    HostSwap,
-    SpanTable,
-    SpanUploads,
-    span_table,
-    table_size,
-)
+from gpu_worker.cuda.spans import HostSwap, SpanTable, SpanUploads, span_table, table_size
 from gpu_worker.cuda.streams import Lane, Streams, streams_of
+from gpu_worker.cuda.tiles import copy_tiles
 from gpu_worker.errors import BadPlanError
 from neo_native import SwapKind, device_layout
 
@@ -41,10 +35,6 @@ Array = npt.NDArray[Any]
 
 # neo::wire::DType
 KV_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16, 3: torch.int8}
-# Programs of a copy at most. A program has 4 KiB under way (16 tokens of 128 values of 16 bits), so
-# these have 256 KiB, where PCIe 5 x16 at 1.5 us a round trip needs 96, and they take a sixteenth of
-# the threads of half of an H200's processors from what runs beside them.
-COPY_PROGRAMS = 64
 BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
 
 
@@ -81,6 +71,9 @@ class DeviceExchange:
         kv_dtype = KV_DTYPES[int(geometry["kv_dtype"])]
         self.is_int8 = kv_dtype is torch.int8
         self.n_pages, self.page_size = int(geometry["n_pages"]), int(geometry["page_size"])
+        self._dim_pad = triton.next_power_of_2(self._head_dim)
+        sizes = self._dim_pad, kv_dtype.itemsize, self.page_size, self._kv_heads
+        self.copy_tiles = copy_tiles(*sizes)
         self.tiles = cache.view(self._at["tiles"], kv_dtype)
         self.scales = cache.view(self._at["tiles"] + self._at["scales"], torch.float32)
         self.tile_stride = self._at["tile_bytes"] // kv_dtype.itemsize
@@ -207,7 +200,8 @@ class DeviceExchange:
         limits = self._reader.limits
         tokens = cache.shape[2] * cache.shape[3]
         pages = self._most_pages(tokens, limits.max_swaps)
-        size = table_size(limits.max_swaps, tokens, cache.shape[2], pages)
+        rows = self.copy_tiles.rows
+        size = table_size(limits.max_swaps, tokens, rows, cache.shape[2], pages)
         uploads = {lane: self._uploads(size, lane) for lane in (Lane.OUT, Lane.IN)}
         layout = self._reader.layout
         return Copies(self, cache, layout, self.streams, uploads, depth)
@@ -215,7 +209,8 @@ class DeviceExchange:
     def chunk_loads(self, staging: Tensor) -> ChunkLoads:
         """The earlier chunks of CPU prefills. ``staging``: see ``Buffers``."""
         rows, tokens = self._reader.limits.max_rows, self.n_pages * self.page_size
-        size = table_size(rows, tokens, rows, self._most_pages(tokens, rows))
+        pages = self._most_pages(tokens, rows)
+        size = table_size(rows, tokens, self.copy_tiles.rows, rows, pages)
         uploads = self._uploads(size, Lane.IN)
         return ChunkLoads(self, self._reader.pages_of, self.streams, staging, uploads)
 
@@ -224,14 +219,14 @@ class DeviceExchange:
         return min(tokens // self.page_size + sequences, self.n_pages)
 
     def _uploads(self, size: int, lane: Lane) -> SpanUploads:
-        return SpanUploads(size, lane, self.streams, self._device)
+        return SpanUploads(size, self.copy_tiles.rows, lane, self.streams, self._device)
 
     def swap(self, blocks: Tensor, swap: HostSwap) -> None:
         """All layers of a sequence on the current stream, for one that no plan moves.
 
         ``blocks``: the GPU-cache. Allocates; plans go through ``gpu_worker.cuda.copies``.
         """
-        table = span_table([swap])
+        table = span_table([swap], self.copy_tiles.rows)
         table = table.on(torch.from_numpy(table.ints).to(self._device))
         self.copy_pages(blocks, range(len(blocks)), table, table.groups[0], swap.kind)
 
@@ -249,10 +244,11 @@ class DeviceExchange:
 
         ``cache``: of these layers, [layers][2][blocks][tokens of a block][kv_heads][head_dim].
         """
-        items = len(groups) * len(layers) * 2 * self._kv_heads
+        sizes = self.copy_tiles
+        items = len(groups) * len(layers) * 2 * self._kv_heads // sizes.tiles
         if items == 0:
             return
-        copy_pages_kernel[(min(items, COPY_PROGRAMS),)](
+        copy_pages_kernel[(min(items, sizes.programs),)](
             cache,
             cache.stride(0),
             cache.stride(1),
@@ -272,9 +268,11 @@ class DeviceExchange:
             self.scale_stride,
             KV_HEADS=self._kv_heads,
             HEAD_DIM=self._head_dim,
-            DIM_PAD=triton.next_power_of_2(self._head_dim),
-            ROWS=ROWS,
+            DIM_PAD=self._dim_pad,
+            ROWS=table.rows,
+            TILES=sizes.tiles,
             TO_CPU=kind is SwapKind.OUT,
             INT8=self.is_int8,
             OPEN=table.is_open,
+            num_warps=sizes.warps,
         )

@@ -17,5 +17,5 @@ PART_BYTES = 96 << 10
 
 def graph_bytes(keys: Iterable[Key], layers: int) -> int:
     """Estimate for a model of so many layers, some 10 to 20 % above what was measured."""
-    parts = sum(len(key) + any(shape.chunk_tiles for shape in key) for key in keys)
+    parts = sum(len(key) + any(shape.chunk_place for shape in key) for key in keys)
     return POOL_BYTES + parts * layers * PART_BYTES if parts else 0

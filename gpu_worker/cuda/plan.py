@@ -64,13 +64,11 @@ class MetaLayout:
             "sample_slots": (rows + PAD_TOKENS + lead, dump),
             "tile_rows": (tiles, -1),
             "tile_firsts": (tiles, 0),
-            "chunk_tile_rows": (tiles, -1),  # of later chunks of CPU prefills
-            "chunk_tile_firsts": (tiles, 0),
-            "chunk": (self.chunk.size, 0),  # earlier tokens of the only such chunk
+            "chunk": (self.chunk.size, 0),  # earlier tokens of the only later chunk on the CPU
             "prefill_tokens": (rows, 0),
             "prefill_news": (rows, 0),
             "prefill_starts": (rows, 0),
-            "prefill_tables": (rows, 0),
+            "prefill_tables": (rows, 0),  # -1: earlier tokens lie in the staging
             "table_stride": (1, 0),
         }
         self.fields: dict[str, Field] = {}
@@ -98,8 +96,7 @@ class CpuChunk:
 
     slot: int
     start: int
-    tile_first: int  # of the batch's tiles of such chunks
-    tile_count: int
+    tile_first: int  # of the batch's tiles; it has those up to the next chunk's
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class HostBatch:
     cpu_slots: npt.NDArray[np.uint32]
     cpu_lens: npt.NDArray[np.uint32]
     to_cpu: bool  # K and V of some token go to the CPU-cache
-    n_tiles: int  # of prefill attention, over what lies in the GPU-cache or in this batch
+    n_tiles: int  # of prefill attention; those of ``cpu_chunks`` come last, in their order
     cpu_chunks: tuple[CpuChunk, ...]
     n_sampled: int
     meta: npt.NDArray[np.int32]  # as uploaded

@@ -223,25 +223,25 @@ def _prefills(
     slots: Array,
     first_table: int,
 ) -> tuple[int, tuple[CpuChunk, ...]]:
-    """Rows and tiles of prefill attention; those of later chunks of CPU prefills apart."""
+    """Rows and tiles of prefill attention; those of later chunks of CPU prefills come last.
+
+    A row's last tile, which attends over the most tokens, comes first: what takes longest begins
+    first.
+    """
     starts = lens - counts
     staged = (kinds == RowKind.PREFILL_CPU) & (starts > 0)
-    plain, chunks, of_chunks = 0, [], 0
+    at, chunks = 0, []
     ordered = np.concatenate((prefill[~staged[prefill]], prefill[staged[prefill]]))
     order_in_table = {int(row): i for i, row in enumerate(prefill)}
     for i, row in enumerate(ordered.tolist()):
         tiles = int(-(-counts[row] // TILE_Q))
-        kind, at = ("chunk_", of_chunks) if staged[row] else ("", plain)
-        fields[f"{kind}tile_rows"][at : at + tiles] = i
-        fields[f"{kind}tile_firsts"][at : at + tiles] = np.arange(tiles) * TILE_Q
+        fields["tile_rows"][at : at + tiles] = i
+        fields["tile_firsts"][at : at + tiles] = np.arange(tiles)[::-1] * TILE_Q
         fields["prefill_tokens"][i] = firsts[row]
         fields["prefill_news"][i] = counts[row]
         fields["prefill_starts"][i] = starts[row]
-        fields["prefill_tables"][i] = first_table + order_in_table[row]
+        fields["prefill_tables"][i] = -1 if staged[row] else first_table + order_in_table[row]
         if staged[row]:
-            fields["prefill_tables"][i] = 0
-            chunks.append(CpuChunk(int(slots[row]), int(starts[row]), at, tiles))
-            of_chunks += tiles
-        else:
-            plain += tiles
-    return plain, tuple(chunks)
+            chunks.append(CpuChunk(int(slots[row]), int(starts[row]), at))
+        at += tiles
+    return at, tuple(chunks)

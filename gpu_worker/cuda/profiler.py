@@ -76,7 +76,8 @@ class CudaProfiler(Profiler):
         self._stages.buffers.blank()
         fields = self._stages.buffers.channels[0].fields
         tiles = -(-tokens // TILE_Q)
-        fields["tile_firsts"][:tiles] = torch.arange(tiles, device=self._model.device) * TILE_Q
+        firsts = torch.arange(tiles, device=self._model.device).flip(0)  # as plans have them
+        fields["tile_firsts"][:tiles] = firsts * TILE_Q
         fields["tile_rows"][:tiles] = 0
         fields["prefill_news"][0] = tokens
         shape = Shape(0, tokens, 0, tiles=tiles)

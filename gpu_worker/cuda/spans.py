@@ -2,7 +2,8 @@
 
 A table is written on the host and uploaded by one copy. Its int32 are, for each span: first group,
 tokens, where its blocks and its pages begin among the entries; then the span of each group of
-``ROWS`` tokens; then the entries, from a multiple of four on as the groups are.
+``rows`` tokens, which is what one program copies at a time (``tiles.CopyTiles``); then the entries,
+from a multiple of four on as the groups are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from neo_native import SwapKind
 
 Ints = npt.NDArray[np.int32]
 
-ROWS = 16  # tokens of a group: what one program copies at a time
 SPAN_INTS = 4
 
 
@@ -43,6 +43,7 @@ class SpanTable:
     ints: Any  # int32, an array or a tensor
     groups_at: int
     entries_at: int
+    rows: int  # tokens of a group
     groups: tuple[range, ...]  # of each span
     # Of one span, whose tokens the device finds in the table. There are as many groups as can be.
     is_open: bool = False
@@ -54,12 +55,12 @@ class SpanTable:
 
     def on(self, ints: Tensor) -> SpanTable:
         """The same table uploaded to ``ints``."""
-        return SpanTable(ints, self.groups_at, self.entries_at, self.groups)
+        return SpanTable(ints, self.groups_at, self.entries_at, self.rows, self.groups)
 
 
-def span_table(spans: Sequence[HostSwap]) -> SpanTable:
-    """On the host."""
-    counts = [-(-span.n_tokens // ROWS) for span in spans]
+def span_table(spans: Sequence[HostSwap], rows: int) -> SpanTable:
+    """On the host, in groups of ``rows`` tokens."""
+    counts = [-(-span.n_tokens // rows) for span in spans]
     ends = np.cumsum([0, *counts])
     groups_at = SPAN_INTS * len(spans)
     entries_at = groups_at + _aligned(int(ends[-1]))
@@ -72,14 +73,14 @@ def span_table(spans: Sequence[HostSwap]) -> SpanTable:
     ints[groups_at : groups_at + ends[-1]] = np.repeat(np.arange(len(spans)), counts)
     ints[entries_at:] = np.concatenate(entries) if entries else []
     groups = tuple(range(int(ends[i]), int(ends[i + 1])) for i in range(len(spans)))
-    return SpanTable(ints, groups_at, entries_at, groups)
+    return SpanTable(ints, groups_at, entries_at, rows, groups)
 
 
 class OpenTable:
     """One span in a table of fixed places, so that a captured graph serves any."""
 
     def __init__(self, max_tokens: int, max_pages: int) -> None:
-        self._groups = (range(-(-max_tokens // ROWS)),)
+        self._max_tokens = max_tokens
         self.size = SPAN_INTS + 1 + max_pages  # int32 of the table
 
     def fill(self, ints: Ints, span: HostSwap) -> None:
@@ -88,14 +89,15 @@ class OpenTable:
         ints[:SPAN_INTS] = 0, span.n_tokens, 0, 1
         ints[at : at + len(span.pages)] = span.pages
 
-    def on(self, ints: Tensor) -> SpanTable:
-        """The table at these places of the device."""
-        return SpanTable(ints, SPAN_INTS, SPAN_INTS, self._groups, is_open=True)
+    def on(self, ints: Tensor, rows: int) -> SpanTable:
+        """The table at these places of the device, read in groups of ``rows`` tokens."""
+        groups = (range(-(-self._max_tokens // rows)),)
+        return SpanTable(ints, SPAN_INTS, SPAN_INTS, rows, groups, is_open=True)
 
 
-def table_size(spans: int, tokens: int, blocks: int, pages: int) -> int:
+def table_size(spans: int, tokens: int, rows: int, blocks: int, pages: int) -> int:
     """int32 of the largest table of so many spans, with so many tokens and entries in all."""
-    return SPAN_INTS * spans + _aligned(tokens // ROWS + spans) + blocks + pages
+    return SPAN_INTS * spans + _aligned(tokens // rows + spans) + blocks + pages
 
 
 def _aligned(n: int) -> int:
@@ -109,19 +111,22 @@ class SpanUploads:
     is one, since its lane reads a table before it gets the next.
     """
 
-    def __init__(self, size: int, lane: Lane, streams: Streams, device: torch.device) -> None:
-        """``size``: int32 of a table at most."""
+    def __init__(
+        self, size: int, rows: int, lane: Lane, streams: Streams, device: torch.device
+    ) -> None:
+        """``size``: int32 of a table at most. ``rows``: tokens of a group."""
         pin = device.type == "cuda"
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._read: list[Mark | None] = [None, None]  # behind the upload from each
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._rows = rows
         self._lane = lane
         self._streams = streams
         self._next = 0
 
     def put(self, spans: Sequence[HostSwap]) -> SpanTable:
         """The table on the device, for what the lane gets next, until the next call."""
-        table, i = span_table(spans), self._next
+        table, i = span_table(spans, self._rows), self._next
         self._next = 1 - i
         read = self._read[i]
         if read is not None:

@@ -80,7 +80,7 @@ def peaked(r: KernelRig, n: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_attention(r: KernelRig, shape: Shape, n: int) -> Tensor:
     """Output by token, [n, heads, head_dim]; 7 where no kernel wrote."""
     attn = r.buffers.channels[0].attn
-    if shape.cpu_chunks or shape.chunk_tiles:  # whose earlier tokens come layer by layer
+    if shape.has_chunk:  # whose earlier tokens come layer by layer
         r.stages.begin_chunks([shape], LAYER + 1)
         for layer in range(LAYER):
             r.stages.attend(shape, layer)
@@ -327,7 +327,7 @@ def test_rope_and_stores(offloading: KernelRig) -> None:
     assert torch.equal(handed, q[[n - 2, n - 1]].cpu())
 
 
-@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100])
+@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100, 300])
 def test_a_swap_out_writes_what_the_extension_would(offloading: KernelRig, n: int) -> None:
     r = offloading
     assert r.exchange is not None
@@ -354,7 +354,7 @@ def stored(r: KernelRig, slot: int, n: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100])
+@pytest.mark.parametrize("n", [1, PAGE_SIZE, 100, 300])
 def test_a_swap_in_reads_what_the_extension_would(offloading: KernelRig, n: int) -> None:
     r = offloading
     assert r.exchange is not None
@@ -390,7 +390,7 @@ def test_a_later_chunk_of_a_cpu_prefill_attends_over_its_pages(
         Row(5, RowKind.PREFILL_CPU, 150, [5] * 70),
     ]
     _, shape = r.upload(rows)
-    assert shape.cpu_chunks == (CpuChunk(5, 150, 0, 2),)
+    assert shape.cpu_chunks == (CpuChunk(5, 150, 1),)
     q, k, v = peaked(r, 100)
     if graph is None:
         found = run_attention(r, shape, 100)

@@ -179,10 +179,11 @@ def serve(stages: Stages, plans: int) -> None:
         for channel in range(int(draw.integers(1, 3))):
             gpu_rows, cpu_rows = (int(draw.integers(0, MAX_ROWS // 2)) for _ in range(2))
             new, tiles, first = (int(draw.integers(1, n)) for n in (MAX_TOKENS, 20, 20))
-            chunks = [(), (CpuChunk(0, int(draw.integers(1, LEN)), first, 1),)][channel]
+            later = (CpuChunk(0, int(draw.integers(1, LEN)), first + i) for i in range(2))
+            chunks = tuple(later) if channel else ()
             shapes.append(
                 Shape(channel, gpu_rows + cpu_rows + new, gpu_rows, cpu_rows,
-                      bool(cpu_rows or chunks), tiles, gpu_rows + cpu_rows + 1, chunks)
+                      bool(cpu_rows or chunks), first + 1 + tiles, gpu_rows + cpu_rows + 1, chunks)
             )  # fmt: skip
         if draw.random() < 0.5:
             shapes[0] = shapes[0].with_riders(RIDERS)

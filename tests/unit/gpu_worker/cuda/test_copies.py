@@ -22,7 +22,7 @@ from gpu_worker.cuda.chunks import ChunkLoads
 from gpu_worker.cuda.copies import PARTS, Copies
 from gpu_worker.cuda.plan import HostPlan
 from gpu_worker.cuda.plan_reader import HostPlanReader
-from gpu_worker.cuda.spans import ROWS, HostSwap, SpanTable, SpanUploads, span_table, table_size
+from gpu_worker.cuda.spans import HostSwap, SpanTable, SpanUploads, span_table, table_size
 from gpu_worker.cuda.streams import Lane
 from gpu_worker.plan_check import PlanLimits
 from neo_native import (
@@ -44,6 +44,7 @@ from tests.unit.neo_server.simulation import Simulation, Sizes, Slot
 
 CPU = torch.device("cpu")
 LAYERS, NEW_TOKENS = 6, 10
+ROWS = 16  # tokens of a group
 LOOSE = Sizes(gpu_blocks=60, cpu_pages=40, max_num_seqs=8, budget=24, layers=LAYERS)
 TIGHT = Sizes(gpu_blocks=14, cpu_pages=12, max_num_seqs=5, budget=12, layers=LAYERS)
 
@@ -71,7 +72,7 @@ class RecordedExchange:
         self._cache = cache
         limits = reader.limits
         self._size = table_size(
-            limits.max_rows, limits.num_pages * limits.page_size, 999, limits.num_pages
+            limits.max_rows, limits.num_pages * limits.page_size, ROWS, 999, limits.num_pages
         )
         self.staging = torch.zeros(2, 2, 1, limits.max_positions, 1, 1)
         self.loads = ChunkLoads(
@@ -79,7 +80,7 @@ class RecordedExchange:
         )
 
     def _uploads(self, lane: Lane) -> SpanUploads:
-        return SpanUploads(self._size, lane, self.streams, CPU)
+        return SpanUploads(self._size, ROWS, lane, self.streams, CPU)
 
     def copies(self, cache: Tensor, depth: int) -> Copies:
         uploads = {lane: self._uploads(lane) for lane in (Lane.OUT, Lane.IN)}
@@ -125,8 +126,8 @@ def named_by(
     on_gpu, on_cpu = set(), set()
     for group in groups:
         first, n, blocks_at, pages_at = ints[4 * ints[table.groups_at + group] :][:4]
-        begin = (group - first) * ROWS
-        for at in range(begin, min(begin + ROWS, n)):
+        begin = (group - first) * table.rows
+        for at in range(begin, min(begin + table.rows, n)):
             block = ints[table.entries_at + blocks_at + at // block_size]
             page = ints[table.entries_at + pages_at + at // page_size]
             on_gpu.add(block * block_size + at % block_size)
@@ -428,19 +429,23 @@ def test_later_chunks_are_loaded_in_order(recorded: Callable[..., Served]) -> No
     assert served.chunks > 0
 
 
-def test_a_table_names_each_token_once() -> None:
+SPANS = (1, 16, 17, 50)  # tokens
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_a_table_names_each_token_once(rows: int) -> None:
     draw = np.random.default_rng(0)
     spans = [
         HostSwap(SwapKind.OUT, slot, n, draw.permutation(n // 2 + 1).astype(np.int32) + 100 * slot,
                  np.arange(n // 4 + 1, dtype=np.int32) + 100 * slot)
-        for slot, n in enumerate((1, 16, 17, 50))
+        for slot, n in enumerate(SPANS)
     ]  # fmt: skip
-    table = span_table(spans)
-    assert [len(groups) for groups in table.groups] == [1, 1, 2, 4]
+    table = span_table(spans, rows)
+    assert [len(groups) for groups in table.groups] == [-(-n // rows) for n in SPANS]
     tokens = sum(span.n_tokens for span in spans)
     blocks, pages = (sum(map(len, (getattr(span, name) for span in spans)))
                      for name in ("blocks", "pages"))  # fmt: skip
-    assert len(table.ints) <= table_size(len(spans), tokens, blocks, pages)
+    assert len(table.ints) <= table_size(len(spans), tokens, rows, blocks, pages)
     for span, groups in zip(spans, table.groups, strict=True):
         at = np.arange(span.n_tokens)
         on_gpu, on_cpu = named_by(table, groups, 2, 4)
@@ -450,7 +455,7 @@ def test_a_table_names_each_token_once() -> None:
 
 def test_the_host_fills_a_buffer_again_only_once_it_was_read() -> None:
     streams = RecordedStreams(random.Random(0), done_rate=0.0)
-    uploads = SpanUploads(64, Lane.OUT, streams, CPU)
+    uploads = SpanUploads(64, ROWS, Lane.OUT, streams, CPU)
     known = []
     for slot in range(4):
         with streams.on(Lane.OUT):

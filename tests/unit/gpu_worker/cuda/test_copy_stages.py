@@ -22,12 +22,21 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
 
+from gpu_worker.cuda import exchange as device_exchange
 from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.plan import HostBatch
+from gpu_worker.cuda.tiles import CopyTiles
 from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, TOLERANCE, Device, interpretable
 
 __all__ = ["interpretable"]  # a fixture of every test
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that these short sequences are several groups of tokens, more than there are programs."""
+    tiles = CopyTiles(programs=3, rows=8, tiles=2, warps=4)
+    monkeypatch.setattr(device_exchange, "copy_tiles", lambda *_: tiles)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +69,7 @@ def padded(batch: HostBatch) -> Shape:
     """As for a graph, though smaller."""
     if batch.decodes_only:
         return replace(decode_shape(batch.channel, 3, cpu=True), splits=1)
-    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4, chunk_tiles=1)
+    return replace(mixed_shape(24, 2, 1, cpu=True), cpu_rows=2, tiles=4)
 
 
 class Both:

@@ -109,30 +109,29 @@ def check_prefills(reader: HostPlanReader, batch: HostBatch, rows: list[Row]) ->
     f = fields_of(reader, batch)
     firsts = np.cumsum([0] + [len(row.tokens) for row in rows])
     by_first = {int(at): row for at, row in zip(firsts, rows, strict=False)}
+    ends = [*(chunk.tile_first for chunk in batch.cpu_chunks[1:]), batch.n_tiles]
     of_chunk = {
         tile: chunk
-        for chunk in batch.cpu_chunks
-        for tile in range(chunk.tile_first, chunk.tile_first + chunk.tile_count)
+        for chunk, end in zip(batch.cpu_chunks, ends, strict=False)
+        for tile in range(chunk.tile_first, end)
     }
-    assert sorted(of_chunk) == list(range(len(of_chunk)))
-    tiles = [("", tile) for tile in range(batch.n_tiles)]
-    tiles += [("chunk_", tile) for tile in of_chunk]
     assert (f["tile_rows"][batch.n_tiles :] == -1).all()
-    assert (f["chunk_tile_rows"][len(of_chunk) :] == -1).all()
     covered = np.zeros(batch.n_tokens, np.int64)
-    for kind, tile in tiles:
-        i, first = f[f"{kind}tile_rows"][tile], f[f"{kind}tile_firsts"][tile]
+    for tile in range(batch.n_tiles):
+        i, first = f["tile_rows"][tile], f["tile_firsts"][tile]
         row = by_first[int(f["prefill_tokens"][i])]
         assert row.kind not in DECODES
         assert (f["prefill_news"][i], f["prefill_starts"][i]) == (len(row.tokens), row.start)
         base = f["prefill_tokens"][i] + first
         covered[base : base + min(TILE_Q, len(row.tokens) - first)] += 1
         staged = row.kind is RowKind.PREFILL_CPU and row.start > 0
-        assert staged == bool(kind)
+        assert staged == (tile in of_chunk)
         if staged:
             assert (of_chunk[tile].slot, of_chunk[tile].start) == (row.slot, row.start)
-            assert f["prefill_tables"][i] == 0  # of a table of one block
-        elif row.start > 0:
+            assert f["prefill_tables"][i] < 0
+        else:
+            assert f["prefill_tables"][i] >= 0
+        if not staged and row.start > 0:
             at = np.arange(row.start)
             table = batch.meta[reader.layout.tables_at :]
             blocks = table[f["prefill_tables"][i] * f["table_stride"][0] + at // BLOCK_SIZE]

@@ -22,9 +22,10 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
 
 from gpu_worker.cuda.page_copies import copy_pages_kernel  # noqa: E402  (needs Triton)
-from gpu_worker.cuda.spans import ROWS, HostSwap, span_table  # noqa: E402
+from gpu_worker.cuda.spans import HostSwap, span_table  # noqa: E402
 
 TOKENS, LAYER, PROGRAMS = 20, 1, 3
+ROWS = 8  # of a group: three groups, in two pages
 
 
 def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) ->
     made = torch.zeros(expected.size, dtype=torch.uint8)
     at = native.device_layout(geometry)
     pages = np.arange(-(-TOKENS // PAGE_SIZE), dtype=np.int32)
-    table = span_table([HostSwap(native.SwapKind.OUT, 0, TOKENS, pages[:1], pages)])
+    table = span_table([HostSwap(native.SwapKind.OUT, 0, TOKENS, pages[:1], pages)], ROWS)
     copy_pages_kernel[(PROGRAMS,)](
         kv[None, :, None], kv.numel(), kv.stride(0),
         made[at["tiles"] :].view(torch.int8),
@@ -54,7 +55,7 @@ def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) ->
         torch.from_numpy(table.ints), table.groups_at, table.entries_at, 0, table.n_groups,
         LAYER, 1, TOKENS, PAGE_SIZE,
         int(geometry["n_pages"]), at["tile_bytes"], at["tile_bytes"] // 4,
-        KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS,
+        KV_HEADS=heads, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROWS=ROWS, TILES=2,
         TO_CPU=True, INT8=True, OPEN=False,
     )  # fmt: skip
 
