@@ -56,7 +56,7 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
     chunks are large while caches fill, and small where each finished sequence is replaced by one.
     """
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    missed = awaited * alone / max(base.gpu_rows, 1)
+    missed = alone * awaited / (base.gpu_rows + awaited)
     least, chosen = float("inf"), most
     for tokens in _sizes(int(base.tokens), most):
         n_new = tokens - int(base.tokens)
