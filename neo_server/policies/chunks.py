@@ -13,6 +13,9 @@ from neo_server.policies.draft import Draft
 _STEPS = ((512, 64), (1024, 128))
 _LARGE_STEP = 256
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
+# A crowd on the CPU counts for this much of what it would decode: it is long until it has earned
+# its prompts. A guess between two machines (docs/decisions.md).
+_CROWD = 0.25
 
 
 def chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs, more: float = 0.0) -> int:
@@ -27,7 +30,7 @@ def chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs, more: 
     if not (view.enable_chunked_prefill and (len(started) or view.waiting)):
         return most
     least = int(base.tokens) + 1  # some prefill always advances
-    limit = max(cheapest(cost, base, most, _awaited(draft, started) + more), least)
+    limit = max(cheapest(cost, base, most, _awaited(draft, started) + _CROWD * more), least)
     if view.mean_output:
         holds = view.gpu_blocks_total * view.block_size
         rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
@@ -52,7 +55,7 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
     """Tokens of an iteration, ``base`` included, with which a prompt token costs least.
 
     It costs the time that the chunk adds to the iteration, and what the sequences that wait for
-    prompts (``awaited``) would have decoded in it: a row's share of the decodes' time for each. So
+    prompts (``awaited``) would have decoded in it: of the decodes' time their share of all rows. So
     chunks are large while caches fill, and small where each finished sequence is replaced by one.
     """
     alone = iteration_time(cost, [base]) if base.tokens else 0.0
