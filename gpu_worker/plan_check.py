@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-UNKNOWN_TOKEN = -1  # of a decode: what its slot's row of the plan before sampled
+UNKNOWN_TOKEN = -1  # of a decode: what its slot's latest row that sampled gave
 
 
 @dataclass(frozen=True)

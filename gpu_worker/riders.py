@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Continued:
-    """Decodes whose token the plan before samples: planned while that one ran."""
+    """Decodes whose token a plan before samples: planned before that one reported."""
 
     tokens: npt.NDArray[np.int64]  # of the sub-batch, or of the group
     rows: npt.NDArray[np.int64]  # of the plan
