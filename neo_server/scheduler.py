@@ -86,9 +86,9 @@ class Scheduler(Queues):
         """A plan should be made now: what follows the oldest in flight is over too soon otherwise.
 
         When the oldest reports, the device still has the others to do, while the host makes a new
-        plan. More than that would only let arrivals wait.
+        plan. An arrival waits for all of them, so the last is made only while others wait as well.
         """
-        if not self.has_work or self.in_flight >= PLANS_IN_FLIGHT:
+        if not self.has_work or self.in_flight >= PLANS_IN_FLIGHT - (not self.waiting):
             return False
         following = list(self._expected.values())[1:]
         return sum(seconds for _, seconds in following) < HOST_CHAIN_S

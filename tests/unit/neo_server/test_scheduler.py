@@ -296,14 +296,23 @@ def test_an_impossible_plan_is_refused_by_name(plan: Plan, word: str) -> None:
         check_plan(plan, VIEW)
 
 
-@pytest.mark.parametrize(("layers", "plans"), [(1, 3), (int(HOST_CHAIN_S / 1e-3) + 1, 2)])
+@pytest.mark.parametrize(
+    ("layers", "requests", "plans"),
+    [
+        pytest.param(1, 2, 3, id="short iterations, one waits"),
+        pytest.param(1, 1, 2, id="short iterations, nobody waits"),
+        pytest.param(int(HOST_CHAIN_S / 1e-3) + 1, 2, 2, id="long iterations"),
+    ],
+)
 def test_a_third_plan_is_made_where_the_second_is_over_before_the_host_has_made_another(
-    layers: int, plans: int
+    layers: int, requests: int, plans: int
 ) -> None:
-    simulation = Simulation(Sizes("gpu-only"), cost=FreeCost(num_layers=layers))  # 1 ms a layer
+    sizes = Sizes("gpu-only", max_num_seqs=1)
+    simulation = Simulation(sizes, cost=FreeCost(num_layers=layers))  # 1 ms a layer
     scheduler, made = simulation.scheduler, []
     assert not scheduler.wants_plan
-    scheduler.add(simulation.sequence(0, [1, 2, 3]))
+    for number in range(requests):
+        scheduler.add(simulation.sequence(number, [1, 2, 3]))
     while scheduler.wants_plan:
         step = scheduler.schedule()
         assert step is not None
