@@ -88,7 +88,8 @@ class Scheduler(Queues):
         When the oldest reports, the device still has the others to do, while the host makes a new
         plan. An arrival waits for all of them, so the last is made only while others wait as well.
         """
-        if not self.has_work or self.in_flight >= PLANS_IN_FLIGHT - (not self.waiting):
+        most = PLANS_IN_FLIGHT if self.waiting else min(PLANS_IN_FLIGHT, 2)
+        if not self.has_work or self.in_flight >= most:
             return False
         following = list(self._expected.values())[1:]
         return sum(seconds for _, seconds in following) < HOST_CHAIN_S
