@@ -40,7 +40,7 @@ sizes_of = st.builds(
 )
 
 
-def serve(  # noqa: C901
+def serve(
     simulation: Simulation, rng: random.Random, n_requests: int, depth: int = 2
 ) -> dict[int, list[int]]:
     """Random traffic with random aborts to its end; the outputs of those not aborted."""
@@ -57,8 +57,8 @@ def serve(  # noqa: C901
             prompt = [rng.randrange(251) for _ in range(length)]
             seq = simulation.sequence(len(wanted), prompt)
             wanted[seq.id] = (prompt, rng.randint(1, limit - length))
-            if rng.random() < 0.7:  # others are found finished only when their last token is there
-                seq.max_len = length + wanted[seq.id][1]
+            # Some are found finished only when their last token is there.
+            seq.max_len = length + wanted[seq.id][1] if rng.random() < 0.7 else limit
             alive[seq.id] = seq
             scheduler.add(seq)
         while len(in_flight) < depth and scheduler.has_work:
