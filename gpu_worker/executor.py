@@ -55,14 +55,13 @@ class Outcome:
 
 
 class Continuation:
-    """What the last plan sampled, by slot: the tokens of rows that were planned while it ran.
+    """What was sampled last, by slot: the tokens of rows that were planned before it was known.
 
-    They go from plan to plan on the device. A row whose predecessor was void is void too.
+    A row whose predecessor was void is void too.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._tokens = torch.empty(0, dtype=torch.int64, device=device)
-        self._index: dict[int, int] = {}  # slot -> index of ``_tokens``
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}  # of slots whose latest row that samples was not void
 
     def fill(self, plan: Plan) -> list[int]:
         """Puts the tokens into sub-batches and riders; returns the rows that have none."""
@@ -71,19 +70,23 @@ class Continuation:
         for sub in parts:
             if (rows := sub.continued) is None:
                 continue
-            index = np.array([self._index.get(slot, -1) for slot in rows.slots.tolist()])
-            lost += rows.rows[index < 0].tolist()
-            there = torch.from_numpy(rows.tokens[index >= 0]).to(sub.tokens.device)
-            source = torch.from_numpy(index[index >= 0]).to(sub.tokens.device)
-            sub.tokens[there] = self._tokens[source]
+            tokens = np.array([self._tokens.get(slot, -1) for slot in rows.slots.tolist()])
+            lost += rows.rows[tokens < 0].tolist()
+            there = torch.from_numpy(rows.tokens[tokens >= 0]).to(sub.tokens.device)
+            sub.tokens[there] = torch.from_numpy(tokens[tokens >= 0]).to(sub.tokens.device)
         return lost
 
-    def keep(self, plan: Plan, tokens: Tensor, status: npt.NDArray[np.uint32]) -> None:
-        """``tokens``: int64 [sampled rows], on the device."""
-        self._tokens = tokens
+    def keep(
+        self, plan: Plan, tokens: npt.NDArray[np.int64], status: npt.NDArray[np.uint32]
+    ) -> None:
+        """``tokens``: of the sampled rows."""
         slots = plan.slots[plan.sampled_rows].tolist()
         sampled = (status[plan.sampled_rows] == RowStatus.SAMPLED).tolist()
-        self._index = {slot: i for i, slot in enumerate(slots) if sampled[i]}
+        for slot, token, there in zip(slots, tokens.tolist(), sampled, strict=True):
+            if there:
+                self._tokens[slot] = token
+            else:
+                self._tokens.pop(slot, None)
 
 
 class Executor:
@@ -108,7 +111,7 @@ class Executor:
         self._n_layers = model.config.num_hidden_layers
         self._cache = cache
         self._offload = offload
-        self._continuation = Continuation(model.device)
+        self._continuation = Continuation()
         self._done: Outcome | None = None
         self._recorder: Recorder | None = None
 
@@ -164,11 +167,10 @@ class Executor:
             residuals = self._forward(plan, riding, timer)
         finally:
             self._offload.end()
-        tokens, logprobs, reports = self._sample(plan, residuals, riding.sampled())
+        drawn, logprobs, reports = self._sample(plan, residuals, riding.sampled())
+        tokens = drawn.cpu().numpy()
         timer.lap("head")
-        outcome = self._outcome(
-            plan, tokens.cpu().numpy(), logprobs.cpu().numpy(), timer.stop(), reports
-        )
+        outcome = self._outcome(plan, tokens, logprobs.cpu().numpy(), timer.stop(), reports)
         for row in lost:
             outcome.void(row)
         outcome.void(riding.void_rows())

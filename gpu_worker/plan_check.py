@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-UNKNOWN_TOKEN = -1  # of a decode: what its slot's row of the plan before sampled
+UNKNOWN_TOKEN = -1  # of a decode: what its slot's latest row that sampled gave
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ class _Check:
             self.fail(f"{name} is {value}, expected {wanted}")
 
     def at_most(self, name: str, values: Array | int, limit: int) -> None:
-        largest = int(np.max(values, initial=0))
+        largest = values if isinstance(values, int) else int(values.max(initial=0))
         if largest > limit:
             self.fail(f"{name} is {largest}; the limit is {limit}")
 
     def at_least(self, name: str, values: Array, limit: int) -> None:
-        smallest = int(np.min(values, initial=limit))
+        smallest = int(values.min(initial=limit))
         if smallest < limit:
             self.fail(f"{name} is {smallest}; the least is {limit}")
 
@@ -171,6 +171,7 @@ class _Check:
         self.at_most(name, values, limit - 1)
 
     def distinct(self, name: str, values: Array) -> None:
-        unique, counts = np.unique(values, return_counts=True)
-        if len(unique) < len(values):
-            self.fail(f"{name} {int(unique[counts > 1][0])} is named twice")
+        ordered = np.sort(values)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            self.fail(f"{name} {int(ordered[1:][twice][0])} is named twice")

@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Continued:
-    """Decodes whose token the plan before samples: planned while that one ran."""
+    """Decodes whose token a plan before samples: planned before that one reported."""
 
     tokens: npt.NDArray[np.int64]  # of the sub-batch, or of the group
     rows: npt.NDArray[np.int64]  # of the plan
@@ -79,43 +79,40 @@ def read_riders(
     """
     if not len(rows):
         return ()
-    group_of = rows["place"] // limits.ride_capacity
+    capacity = np.uint32(limits.ride_capacity)
+    group_of, places = rows["place"] // capacity, rows["place"] % capacity
     bounds = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(rows)]
-    groups = [
-        _read_group(rows[low:high], at + low, columns, sequences, limits, device)
-        for low, high in pairwise(bounds)
-    ]
+    all_of = slice(at, at + len(rows))
+    ids, slots = columns.token_ids[columns.first[all_of]], columns.slots[all_of]
+    positions = columns.starts[all_of]
+    narrow = positions.astype(np.uint32)
+    tokens = torch.from_numpy(ids.clip(min=0)).to(device)
+    token_positions = torch.from_numpy(positions).to(device)
+    groups = []
+    for low, high in pairwise(bounds):
+        stage, bound = int(rows["stage"][low]), slice(at + low, at + high)
+        groups.append(
+            RiderGroup(
+                group=int(group_of[low]),
+                stage=stage,
+                rows=bound,
+                places=places[low:high],
+                slots=slots[low:high],
+                positions=narrow[low:high],
+                tokens=tokens[low:high],
+                token_positions=token_positions[low:high],
+                continued=_continued(ids[low:high], at + low, columns) if stage == 0 else None,
+                recorded=recorded_riders(sequences, columns, bound) if stage == 0 else None,
+            )
+        )
     return tuple(sorted(groups, key=lambda group: group.stage))
 
 
-def _read_group(
-    rows: Array,
-    at: int,
-    columns: PlanColumns,
-    sequences: Sequences,
-    limits: PlanLimits,
-    device: torch.device,
-) -> RiderGroup:
-    bound = slice(at, at + len(rows))
-    ids = columns.token_ids[columns.first[bound]]
+def _continued(ids: npt.NDArray[np.int64], at: int, columns: PlanColumns) -> Continued | None:
     unknown = np.flatnonzero(ids == UNKNOWN_TOKEN)
-    stage = int(rows["stage"][0])
-    continued = None
-    if stage == 0 and len(unknown):
-        continued = Continued(unknown, at + unknown, columns.slots[at + unknown])
-    positions = columns.starts[bound]
-    return RiderGroup(
-        group=int(rows["place"][0]) // limits.ride_capacity,
-        stage=stage,
-        rows=bound,
-        places=rows["place"] % np.uint32(limits.ride_capacity),
-        slots=columns.slots[bound],
-        positions=positions.astype(np.uint32),
-        tokens=torch.from_numpy(ids.clip(min=0)).to(device),
-        token_positions=torch.from_numpy(positions).to(device),
-        continued=continued,
-        recorded=recorded_riders(sequences, columns, bound) if stage == 0 else None,
-    )
+    if not len(unknown):
+        return None
+    return Continued(unknown, at + unknown, columns.slots[at + unknown])
 
 
 class RideStore:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 from statistics import median
 
 from neo_server.cost_model import CostModel, Stages
@@ -26,10 +27,22 @@ _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned fro
 
 
 class CorrectedCost:
-    """A ``CostModel`` times factors."""
+    """A ``CostModel`` times factors.
+
+    Of what the candidates of one plan ask of it, three quarters have been asked before, so the
+    base's answers are kept until ``refresh``.
+    """
 
     def __init__(self, base: CostModel) -> None:
         self.base = base
+        self._linear = lru_cache(None)(base.linear)
+        self._prefill_attn = lru_cache(None)(base.prefill_attn)
+        self._gpu_attn = lru_cache(None)(base.gpu_attn)
+        self._cpu_attn = lru_cache(None)(base.cpu_attn)
+        self._handoff = lru_cache(None)(base.handoff)
+        self._ride_handoff = lru_cache(None)(base.ride_handoff)
+        self._transfer = lru_cache(None)(base.transfer)
+        self._head = lru_cache(None)(base.head)
         self.factors = dict.fromkeys(FACTORS, 1.0)
         self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
         self._errors: deque[float] = deque(maxlen=_WINDOW)
@@ -51,40 +64,45 @@ class CorrectedCost:
 
     def linear(self, tokens: float) -> float:
         """T_l."""
-        return self.factors["linear"] * self.base.linear(tokens)
+        return self.factors["linear"] * self._linear(tokens)
 
     def prefill_attn(self, pairs: float) -> float:
         """Of that many query-key pairs."""
-        return self.factors["prefill_attn"] * self.base.prefill_attn(pairs)
+        return self.factors["prefill_attn"] * self._prefill_attn(pairs)
 
     def gpu_attn(self, rows: float, tokens: float) -> float:
         """T_ga of decodes."""
-        return self.factors["gpu_attn"] * self.base.gpu_attn(rows, tokens)
+        return self.factors["gpu_attn"] * self._gpu_attn(rows, tokens)
 
     def cpu_attn(self, rows: float, tokens: float) -> float:
         """T_ca."""
-        return self.factors["cpu_attn"] * self.base.cpu_attn(rows, tokens)
+        return self.factors["cpu_attn"] * self._cpu_attn(rows, tokens)
 
     def handoff(self, rows: float) -> float:
         """Of one sub-batch."""
-        return self.factors["handoff"] * self.base.handoff(rows)
+        return self.factors["handoff"] * self._handoff(rows)
 
     def ride_handoff(self, rows: float) -> float:
         """Of one group of riders."""
-        return self.factors["handoff"] * self.base.ride_handoff(rows)
+        return self.factors["handoff"] * self._ride_handoff(rows)
 
     def transfer(self, tokens: float) -> float:
         """Between the caches."""
-        return self.factors["transfer"] * self.base.transfer(tokens)
+        return self.factors["transfer"] * self._transfer(tokens)
 
     def head(self, sampled: float) -> float:
         """Per iteration."""
-        return self.factors["head"] * self.base.head(sampled)
+        return self.factors["head"] * self._head(sampled)
 
     def refresh(self) -> None:
         """Before each plan."""
         if isinstance(self.base, TableCost):
             self.base.refresh()
+        for kept in (
+            *(self._linear, self._prefill_attn, self._gpu_attn, self._cpu_attn),
+            *(self._handoff, self._ride_handoff, self._transfer, self._head),
+        ):
+            kept.cache_clear()
 
     def learn(self, load: StepLoad, predicted_s: float, result: StepResult) -> None:
         """``predicted_s``: what this model said when the step was planned."""

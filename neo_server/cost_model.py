@@ -130,7 +130,7 @@ def pairs_of(n_new: float, start: float) -> float:
     return n_new * (start + (n_new + 1) / 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a plan makes a hundred, and freezing doubles the time
 class Stages:
     """Per-layer times of one sub-batch."""
 
@@ -179,13 +179,15 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
     seconds += ride_handoffs(cost, ride)
-    moved, awaited = sum(load.moved for load in loads), sum(load.awaited for load in loads)
+    moved = awaited = sampled = 0.0
+    for load in loads:
+        moved, awaited, sampled = moved + load.moved, awaited + load.awaited, sampled + load.sampled
     if moved:
         transfer = layers * cost.transfer(moved)
         seconds = max(seconds, transfer) if cost.overlaps_transfers else seconds + transfer
     if awaited:
         seconds += layers * cost.transfer(awaited)
-    seconds += cost.head(sum(load.sampled for load in loads))
+    seconds += cost.head(sampled)
     return max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
 
 

@@ -22,7 +22,6 @@ from neo_server.errors import (
     PlanCrashError,
     ShuttingDownError,
 )
-from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.gpu_client import GpuLink
 from neo_server.latencies import Latencies
 from neo_server.metrics import Metrics, Throughput
@@ -97,7 +96,7 @@ class Engine:
 
     async def _iterate(self) -> None:
         """Plans until enough is in flight, then takes the oldest result."""
-        while len(self._in_flight) < PLANS_IN_FLIGHT and self.scheduler.has_work:
+        while self.scheduler.wants_plan:
             step = self.scheduler.schedule()
             if step is None:
                 break

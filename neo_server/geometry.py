@@ -11,7 +11,7 @@ _DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 _KV_DTYPES = {KvCacheDType(dtype.value): code for dtype, code in _DTYPES.items()}
 _KV_DTYPES[KvCacheDType.INT8] = 3
 _GIB = 1 << 30
-PLANS_IN_FLIGHT = 2
+PLANS_IN_FLIGHT = 3  # at most; Scheduler.wants_plan says when
 SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
 # Tasks beyond one per row and KV head, so that a few long sequences can be split over all threads.
 _SPLIT_TASKS = 1024

@@ -17,6 +17,7 @@ from neo_server.block_manager import BlockManager
 from neo_server.columns import Waiting
 from neo_server.correction import CorrectedCost
 from neo_server.errors import PlanError
+from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.plan import Ints, Mode, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
@@ -32,6 +33,9 @@ from protos.config import SchedulerConfig
 _VOIDED = int(RowStatus.VOIDED)
 _DECODE_GPU, _DECODE_CPU = int(RowKind.DECODE_GPU), int(RowKind.DECODE_CPU)
 _RIDE_CPU = int(RowKind.RIDE_CPU)
+# From a device's end of an iteration until the next plan made is submitted: notice and report, take
+# in and publish, plan, read, submit. docs/decisions.md has the parts.
+HOST_CHAIN_S = 8e-3
 RUNNABLE = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH, Mode.TWO_BATCHES))
 
 
@@ -76,6 +80,19 @@ class Scheduler(Queues):
         # The last token of a sequence is never put into a cache.
         capacity = self.blocks.capacity(self.policy.places) + 1
         return min(self.config.max_model_len, capacity)
+
+    @property
+    def wants_plan(self) -> bool:
+        """A plan should be made now: what follows the oldest in flight is over too soon otherwise.
+
+        When the oldest reports, the device still has the others to do, while the host makes a new
+        plan. An arrival waits for all of them, so the last is made only while others wait as well.
+        """
+        most = PLANS_IN_FLIGHT if self.waiting else min(PLANS_IN_FLIGHT, 2)
+        if not self.has_work or self.in_flight >= most:
+            return False
+        following = list(self._expected.values())[1:]
+        return sum(seconds for _, seconds in following) < HOST_CHAIN_S
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""

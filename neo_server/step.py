@@ -11,7 +11,7 @@ from neo_server.plan import Ints, Plan
 from neo_server.request import Sequence
 from neo_server.sampling import TokenLogprobs
 
-UNKNOWN_TOKEN = -1  # in the step ring: what the slot's row of the plan before samples
+UNKNOWN_TOKEN = -1  # in the step ring: what the slot's latest row that samples gives
 
 
 class StepRow(NamedTuple):

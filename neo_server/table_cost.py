@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated
 
@@ -30,9 +31,13 @@ class Curve(_Frozen):
             raise ValueError(f"x is {self.x}, seconds {self.seconds}: not as many growing numbers")
         return self
 
+    @cached_property
+    def _line(self) -> _Line:
+        return _Line(self.x, self.seconds)
+
     def at(self, x: float) -> float:
         """Never below zero, nor below the first point."""
-        return _interpolate(self.x, self.seconds, x)
+        return self._line.at(x)
 
 
 class Surface(_Frozen):
@@ -49,19 +54,44 @@ class Surface(_Frozen):
             raise ValueError("seconds is not a table of rows by tokens_per_row")
         return self
 
+    @cached_property
+    def _lines(self) -> tuple[_Line, ...]:
+        return tuple(_Line(self.tokens_per_row, line) for line in self.seconds)
+
     def at(self, rows: float, tokens: float) -> float:
         """``tokens`` of all rows together."""
+        x, lines = self.rows, self._lines
         each = tokens / rows if rows else 0.0
-        column = [_interpolate(self.tokens_per_row, line, each) for line in self.seconds]
-        return _interpolate(self.rows, column, rows)
+        i = bisect_right(x, rows)
+        if i == 0 or len(x) == 1:
+            return lines[0].at(each)
+        i = min(i, len(x) - 1)
+        low = lines[i - 1].at(each)
+        slope = (lines[i].at(each) - low) / (x[i] - x[i - 1])
+        return max(low + slope * (rows - x[i - 1]), 0.0)
 
 
-def _interpolate(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    if len(x) == 1 or at <= x[0]:
-        return y[0]
-    i = min(bisect_right(x, at), len(x) - 1)
-    slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-    return max(y[i - 1] + slope * (at - x[i - 1]), 0.0)
+class _Line:
+    """Linear between points and beyond the last two; the slopes are divided once.
+
+    A plan asks for hundreds of these, so this is most of the time that ``neo`` takes.
+    """
+
+    __slots__ = ("_first", "_last", "_slopes", "_x", "_y")
+
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
+        self._x, self._y = x, y
+        self._first, self._last = x[0], len(x) - 1
+        self._slopes = [
+            (d - c) / (b - a) for (a, b), (c, d) in zip(pairwise(x), pairwise(y), strict=True)
+        ]
+
+    def at(self, x: float) -> float:
+        """Never below zero, nor below the first point."""
+        if x <= self._first or not self._last:
+            return self._y[0]
+        i = min(bisect_right(self._x, x), self._last) - 1
+        return max(self._y[i] + self._slopes[i] * (x - self._x[i]), 0.0)
 
 
 class ProfileKey(_Frozen):

@@ -158,9 +158,9 @@ enum class RowKind : std::uint32_t {
 };
 
 // A ring slot: StepHeader, StepRow[max_rows], Swap[max_swaps], std::int32_t tokens[max_tokens].
-// A decode's token may be -1: the one that its slot's row of the plan before samples. If that row
-// is void, or was not there, so is this one. Rows are ordered by sub-batch, then prefill_gpu,
-// prefill_cpu, decode_gpu, decode_cpu; then riders, by place.
+// A decode's token may be -1: the one that its slot's latest row before with `sample` gives. If
+// that row is void, or was not there, so is this one. Rows are ordered by sub-batch, then
+// prefill_gpu, prefill_cpu, decode_gpu, decode_cpu; then riders, by place.
 //
 // Riders (attention piggybacking, arXiv 2603.12831). A rider is a decode on its way through the
 // model: in each plan that names it, it passes one stage s of 0 to n_layers, which is the

@@ -202,7 +202,7 @@ class DeviceExchange:
         pages = self._most_pages(tokens, limits.max_swaps)
         rows = self.copy_tiles.rows
         size = table_size(limits.max_swaps, tokens, rows, cache.shape[2], pages)
-        uploads = {lane: self._uploads(size, lane) for lane in (Lane.OUT, Lane.IN)}
+        uploads = {lane: self._uploads(size, lane, depth) for lane in (Lane.OUT, Lane.IN)}
         layout = self._reader.layout
         return Copies(self, cache, layout, self.streams, uploads, depth)
 
@@ -218,8 +218,9 @@ class DeviceExchange:
         """That so many tokens can lie in."""
         return min(tokens // self.page_size + sequences, self.n_pages)
 
-    def _uploads(self, size: int, lane: Lane) -> SpanUploads:
-        return SpanUploads(size, self.copy_tiles.rows, lane, self.streams, self._device)
+    def _uploads(self, size: int, lane: Lane, depth: int = 2) -> SpanUploads:
+        rows = self.copy_tiles.rows
+        return SpanUploads(size, rows, lane, self.streams, self._device, depth)
 
     def swap(self, blocks: Tensor, swap: HostSwap) -> None:
         """All layers of a sequence on the current stream, for one that no plan moves.

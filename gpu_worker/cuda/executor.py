@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -80,7 +81,8 @@ class CudaExecutor:
         self._keep_waiting = keep_waiting
         self._in_flight: deque[InFlight] = deque()
         self._pinned = [self._new_pinned() for _ in range(depth)]
-        self._sampled = np.empty(0, np.uint32)  # slots that the plan collected last sampled
+        # By slot: its latest row that samples, of the plans collected, gave a token.
+        self._has_token = np.zeros(0, np.bool_)
         self._depth = depth
         rides = stages.buffers.rides
         self._void = VoidRiders(rides.layout) if rides else None
@@ -264,11 +266,18 @@ class CudaExecutor:
             times.cpu_wait[batch.channel] = float(mine[2 * width + 2 :].view(np.int64)[0]) * 1e-9
             if mine[2 * width]:
                 outcome.void(np.arange(batch.rows.stop - batch.n_cpu_rows, batch.rows.stop))
-        lost = plan.continued & ~np.isin(plan.slots, self._sampled)
+        self._know(plan.slots)
+        lost = plan.continued & ~self._has_token[plan.slots]
         outcome.void(np.flatnonzero(lost))
         if plan.rides is not None and self._void is not None:
             mine = host[len(self._stages.buffers.outcome) - 1]
             times.ride_wait = float(mine[:2].view(np.int64)[0]) * 1e-9
             outcome.void(self._void.rows(plan.rides, mine[2:], lost))
-        self._sampled = plan.slots[status == RowStatus.SAMPLED]
+        self._has_token[plan.slots[plan.sampled_rows]] = False
+        self._has_token[plan.slots[status == RowStatus.SAMPLED]] = True
         return outcome
+
+    def _know(self, slots: npt.NDArray[np.uint32]) -> None:
+        more = int(slots.max(initial=0)) + 1 - len(self._has_token)
+        if more > 0:
+            self._has_token = np.pad(self._has_token, (0, more))

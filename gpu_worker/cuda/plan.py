@@ -139,7 +139,7 @@ class HostPlan:
     swaps: tuple[HostSwap, ...]
     sampled_rows: npt.NDArray[np.intp]
     sampling: SamplingParams
-    continued: npt.NDArray[np.bool_]  # [rows]: the token is the one that the plan before samples
+    continued: npt.NDArray[np.bool_]  # [rows]: the token is one that a plan before samples
     wanted: Wanted | None = None
     rides: HostRides | None = None  # in the places before the rows of channel 0
 

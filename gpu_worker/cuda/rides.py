@@ -86,15 +86,20 @@ def host_rides(
     """Fills the metadata but for what ``announce`` gives."""
     meta = layout.blank.copy()
     fields = layout.views(meta)
-    for group in groups:
-        n, stage = len(group.slots), group.stage
-        fields["group"][stage] = group.group
-        fields["count"][stage] = n
-        fields["positions"][stage, :n] = group.positions
-        pages = sequences.page_table[group.slots, group.positions // page_size]
-        fields["pages"][stage, :n] = pages
-        fields["page_rows"][stage, :n] = group.positions % page_size
-        fields["store_rows"][stage, :n] = group.group * layout.capacity + group.places
+    stages, counts = [group.stage for group in groups], [len(group.slots) for group in groups]
+    numbers = [group.group for group in groups]
+    fields["group"][stages, 0], fields["count"][stages, 0] = numbers, counts
+    # Riders of all groups at once: a group's lie one behind the other in its stage's row.
+    ends = np.cumsum(counts)
+    at = np.repeat(stages, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    slots, positions, places = (
+        np.concatenate([getattr(group, name) for group in groups])
+        for name in ("slots", "positions", "places")
+    )
+    fields["positions"][at] = positions
+    fields["pages"][at] = sequences.page_table[slots, positions // page_size]
+    fields["page_rows"][at] = positions % page_size
+    fields["store_rows"][at] = np.repeat(numbers, counts) * layout.capacity + places
     by_stage = {group.stage: group for group in groups}
     return HostRides(
         groups, meta, layout.capacity, by_stage.get(0), by_stage.get(layout.stages - 1)

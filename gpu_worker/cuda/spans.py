@@ -105,19 +105,25 @@ def _aligned(n: int) -> int:
 
 
 class SpanUploads:
-    """Tables on their way to the device: allocated once, two deep.
+    """Tables on their way to the device: allocated once, ``depth`` deep.
 
-    While the device reads one of the pinned buffers, the host fills the other. The device's buffer
-    is one, since its lane reads a table before it gets the next.
+    While the device reads the pinned buffers, the host fills the next. The device's buffer is one,
+    since its lane reads a table before it gets the next.
     """
 
     def __init__(
-        self, size: int, rows: int, lane: Lane, streams: Streams, device: torch.device
+        self,
+        size: int,
+        rows: int,
+        lane: Lane,
+        streams: Streams,
+        device: torch.device,
+        depth: int = 2,
     ) -> None:
         """``size``: int32 of a table at most. ``rows``: tokens of a group."""
         pin = device.type == "cuda"
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
-        self._read: list[Mark | None] = [None, None]  # behind the upload from each
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(depth)]
+        self._read: list[Mark | None] = [None] * depth  # behind the upload from each
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._rows = rows
         self._lane = lane
@@ -127,7 +133,7 @@ class SpanUploads:
     def put(self, spans: Sequence[HostSwap]) -> SpanTable:
         """The table on the device, for what the lane gets next, until the next call."""
         table, i = span_table(spans, self._rows), self._next
-        self._next = 1 - i
+        self._next = (i + 1) % len(self._pinned)
         read = self._read[i]
         if read is not None:
             read.synchronize()

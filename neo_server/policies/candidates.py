@@ -100,7 +100,7 @@ def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) ->
     over_gpu, over_batches = (_WAVE_GAIN, _SWITCH_GAIN) if queue.on_way else (1.0, 1 / _SWITCH_GAIN)
     serves_most = winner is not None and 2 * winner.rows > queue.count
     edge = over_batches if serves_most else over_gpu
-    for wave in _rides(view, cost, worth, base, queue):
+    for wave in _rides(view, cost, worth, base, queue, alone):
         late = view.tpot_slo_s is not None and wave.seconds * view.ride_groups > view.tpot_slo_s
         if winner is None or (edge * wave.score > bar and not late):
             winner, bar = wave, edge * wave.score
@@ -158,15 +158,16 @@ def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> in
     return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
-def _rides(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) -> Iterator[Choice]:
+def _rides(
+    view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue, alone: float
+) -> Iterator[Choice]:
     """Those on their way, and as many more as the CPU can serve one layer of in an iteration.
 
     A wave fills one group a plan, so it is judged by what it comes to; those on their way alone, as
-    they are.
+    they are. ``alone``: seconds of ``base``.
     """
     if Mode.PIGGYBACK not in view.modes or not base.tokens or queue.due > queue.starters:
         return
-    alone = iteration_time(cost, [base])
     least, most = queue.on_way + queue.due, queue.on_way + queue.starters
 
     def wave(riders: int, tokens: TokensOf) -> tuple[float, float]:

@@ -9,7 +9,8 @@ from neo_server.plan import Mode, View
 from neo_server.policies.candidates import GAIN, Worth, best, fed, hidden_riders
 from neo_server.policies.queue import crowd
 
-Kinds = Sequence[tuple[float, Load]]  # of iterations: how often each comes
+# Of iterations: how often each comes, what it does, and its seconds without CPU-requests.
+Kinds = Sequence[tuple[float, Load, float]]
 # A CPU-request stays for all its tokens, while the load around it changes.
 _LASTING_GAIN = 1.05
 
@@ -26,12 +27,12 @@ def population(
     ``on_way`` already, it has to promise that much more than batches do.
     """
     most = present + min(view.seats_free, int(view.cpu_pages_free * view.page_size / mean))
-    kinds = _kinds(view, worth, present)
+    kinds = _timed(cost, _kinds(view, worth, present))
+    decode_only = _timed(cost, [(1.0, worth.decode_only)])
 
     def gain(count: int, kinds: Kinds) -> tuple[float, bool]:
         spent = value = 0.0
-        for share, load in kinds:
-            alone = iteration_time(cost, [load]) if load.tokens else 0.0
+        for share, load, alone in kinds:
             joined = best(view, cost, worth, load, crowd(view, count, mean))
             if not joined.rows or count > joined.rows * view.max_skipped:
                 # The bound on skips lets them in at any price.
@@ -52,7 +53,7 @@ def population(
             continue
         promised, rides = gain(count, kinds)
         pays = promised >= (wave_bar if rides else bar)
-        if pays and gain(count, [(1.0, worth.decode_only)])[0] >= GAIN:
+        if pays and gain(count, decode_only)[0] >= GAIN:
             wanted, bar = count, promised * 1.002
             wave_bar = bar if rides or riding else bar * _LASTING_GAIN
         elif promised < reached and count > 2 * present + 16:
@@ -60,7 +61,13 @@ def population(
     return wanted
 
 
-def _kinds(view: View, worth: Worth, present: int) -> Kinds:
+def _timed(cost: CostModel, kinds: Sequence[tuple[float, Load]]) -> Kinds:
+    return [
+        (share, load, iteration_time(cost, [load]) if load.tokens else 0.0) for share, load in kinds
+    ]
+
+
+def _kinds(view: View, worth: Worth, present: int) -> Sequence[tuple[float, Load]]:
     """Iterations to come.
 
     Chunks are spread evenly; whole prompts come as often as lately, but no more often than

@@ -51,7 +51,6 @@ class Setting:
     config: SchedulerConfig
     modes: frozenset[Mode] = ALL_MODES
     believed: CostModel | None = None  # the scheduler's; None: the clock's
-    plans_in_flight: int = 2
 
 
 @dataclass(slots=True)
@@ -204,7 +203,7 @@ class Simulation:
         self.scheduler.add(seq)
 
     def _fill(self) -> None:
-        while len(self._in_flight) < self.setting.plans_in_flight and self.scheduler.has_work:
+        while self.scheduler.wants_plan:
             step = self.scheduler.schedule()
             if step is None:
                 break

@@ -60,7 +60,7 @@ class FakeModel:
         self.max_tokens = max_tokens
         self.voids = voids
         self.last_plan = 0
-        self.sampled: dict[int, int] = {}  # by slot, what the last plan sampled
+        self.sampled: dict[int, int] = {}  # by slot, what its latest row that samples gave
 
     def answer(
         self, header: Array, rows: Array, swaps: Array, tokens: Array
@@ -85,11 +85,15 @@ class FakeModel:
             for row, lost in zip(rows, void, strict=True)
         ]
         answered = zip(rows["slot"].tolist(), results, strict=True)
-        self.sampled = {slot: token for slot, (status, token) in answered if status == SAMPLED}
+        for sample, (slot, (status, token)) in zip(rows["sample"].tolist(), answered, strict=True):
+            if status == SAMPLED:
+                self.sampled[slot] = token
+            elif sample:
+                self.sampled.pop(slot, None)
         return results
 
     def _fill(self, row: Array, tokens: Array) -> bool:
-        """Puts in what this slot sampled in the plan before; false: that was void."""
+        """Puts in what this slot sampled last; false: that was void."""
         if int(row["stage"]):
             tokens[int(row["token_at"])] = self.groups.token(row)
             return True

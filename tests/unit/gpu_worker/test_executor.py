@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.plan_check import UNKNOWN_TOKEN
 from neo_native import RowKind, RowStatus, SwapKind
 from protos.config import DType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
@@ -234,6 +235,42 @@ def test_without_any_cpu_worker_the_rows_are_void_after_the_timeout(checkpoint: 
     batch = [Row(0, RowKind.DECODE_CPU, 9, tokens[0][9:10])]
     for _ in range(3):
         assert rig.run(batch).status.tolist() == [RowStatus.VOIDED]
+
+
+@pytest.mark.parametrize("kind", [RowKind.DECODE_GPU, RowKind.DECODE_CPU])
+def test_a_token_that_is_not_known_is_the_last_that_its_slot_sampled(
+    rig: Rig, checkpoint: Any, kind: RowKind
+) -> None:
+    """Whatever plans without it came between."""
+    tokens = checkpoint[1]
+    prefill = RowKind.PREFILL_GPU if kind is RowKind.DECODE_GPU else RowKind.PREFILL_CPU
+    prompts = [Row(slot, prefill, 0, tokens[slot][:9]) for slot in (0, 1)]
+    sampled = rig.run(prompts).tokens.tolist()
+    for position in (9, 10):
+        other = rig.run([Row(1, kind, position, [UNKNOWN_TOKEN])])
+        assert other.status.tolist() == [RowStatus.SAMPLED]
+    unknown = rig.run([Row(0, kind, 9, [UNKNOWN_TOKEN])])
+    (logits,) = rig.logits
+    assert unknown.status.tolist() == [RowStatus.SAMPLED]
+    known = rig.run([Row(0, kind, 9, sampled[:1])])
+    torch.testing.assert_close(rig.logits[0], logits, atol=0, rtol=0)
+    assert known.tokens.tolist() == unknown.tokens.tolist()
+
+
+def test_a_token_of_a_void_row_stays_unknown_until_the_slot_samples_again(checkpoint: Any) -> None:
+    tokens = checkpoint[1]
+    side = FakeCpuSide()
+    rig = Rig(checkpoint[0], cpu_side=side)
+    rig.run([Row(slot, RowKind.PREFILL_CPU, 0, tokens[slot][:9]) for slot in (0, 1)])
+    decode = Row(0, RowKind.DECODE_CPU, 9, tokens[0][9:10])
+    side._never_done_from = (0, 1)
+    assert rig.run([decode]).status.tolist() == [RowStatus.VOIDED]
+    side._never_done_from = None
+    rig.run([Row(1, RowKind.DECODE_CPU, 9, tokens[1][9:10])])
+    following = [Row(0, RowKind.DECODE_CPU, 10, [UNKNOWN_TOKEN])]
+    assert rig.run(following).status.tolist() == [RowStatus.VOIDED]
+    rig.run([decode])
+    assert rig.run(following).status.tolist() == [RowStatus.SAMPLED]
 
 
 def test_stage_times_are_parts_of_the_plans(rig: Rig, checkpoint: Any) -> None:

@@ -237,7 +237,7 @@ def test_riders_that_do_not_follow_from_the_plans_before_are_a_bad_plan(checkpoi
 def test_tokens_planned_ahead_equal_those_of_ordinary_decodes(
     checkpoint: Any, temperature: float, penalty: float
 ) -> None:
-    """A rider's next token is -1: what its row of the plan before sampled. From and to decodes.
+    """A rider's next token is -1: what its row of a plan before sampled. From and to decodes.
 
     With a penalty the tokens so far decide: riders' count too.
     """
@@ -308,8 +308,8 @@ def test_what_is_given_up_is_void_until_it_begins_anew(checkpoint: Any, stuck_at
 def test_one_void_rider_of_a_group_leaves_the_other_alone(checkpoint: Any) -> None:
     tokens, expected = checkpoint[1:]
     rig = Rig(checkpoint[0], cpu_side=FakeCpuSide(), **RIDES)
-    rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT]) for s in (0, 1)])
-    rig.run([])  # samples nothing, so there is no token for -1
+    # Nothing is sampled, so there is no token for -1.
+    rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT], False) for s in (0, 1)])
     for stage in range(LAYERS + 1):
         outcome = rig.run(
             riders=[

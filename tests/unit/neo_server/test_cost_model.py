@@ -115,6 +115,24 @@ def test_cpu_attention_follows_the_threads_that_live_and_is_infinite_without_any
     assert math.isinf(TableCost(table(cpu_attn=None)).cpu_attn(1, 10))
 
 
+def test_answers_that_are_kept_are_kept_until_the_next_refresh() -> None:
+    alive, asked = [2], []
+
+    class Base(TableCost):
+        def cpu_attn(self, rows: float, tokens: float) -> float:
+            asked.append((rows, tokens))
+            return super().cpu_attn(rows, tokens)
+
+    cost = CorrectedCost(Base(table(), lambda: alive[0]))
+    whole = cost.cpu_attn(1, 10)
+    cost.factors["cpu_attn"] = 3.0
+    assert cost.cpu_attn(1, 10) == 3 * whole
+    assert asked == [(1, 10)]
+    alive[0] = 1
+    cost.refresh()
+    assert cost.cpu_attn(1, 10) == 6 * whole
+
+
 def test_a_table_with_too_many_points_is_refused_with_both_numbers() -> None:
     many = {"x": list(range(80)), "seconds": [1.0] * 80}
     with pytest.raises(ValueError, match=r"\d+ points; the limit is 60"):

@@ -33,7 +33,7 @@ def test_a_value_on_a_bound_is_below_it_and_one_beyond_all_is_counted_last() -> 
 
 
 async def test_latencies_are_those_of_the_engines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neo_server.engine.PLANS_IN_FLIGHT", 1)
+    monkeypatch.setattr("neo_server.scheduler.PLANS_IN_FLIGHT", 1)
     simulation = Ticking(Sizes(policy="gpu-only", max_num_seqs=1))
     engine = Engine(
         *(simulation.scheduler, simulation, TOKENIZER, simulation.make_blocks, 100),

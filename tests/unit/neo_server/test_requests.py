@@ -13,6 +13,7 @@ import pytest
 
 from neo_native import RowKind, RowStatus
 from neo_server.errors import DuplicateRequestError
+from neo_server.geometry import PLANS_IN_FLIGHT
 from neo_server.policies import POLICIES
 from neo_server.request import (
     FinishReason,
@@ -31,7 +32,6 @@ from tests.unit.neo_server.simulation import Simulation, Sizes
 from tests.unit.neo_server.test_engine import TOKENIZER, engine_on, read
 
 CHURN = "tests.helpers.policies:churn"
-PLANS_IN_FLIGHT = 2
 
 
 def sequence(simulation: Simulation, number: int, priority: int = 0) -> Sequence:

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_native import RowKind
-from neo_server.cost_model import CostModel
+from neo_server.cost_model import CostModel, FreeCost
 from neo_server.errors import ConfigurationError, PlanError
 from neo_server.plan import Mode, Place, Plan, PlanRow, Rows, Seqs, SeqView, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import POLICIES, load_policy
 from neo_server.request import State
+from neo_server.scheduler import HOST_CHAIN_S
 from neo_server.step import Step
 from protos.config import PLAN_MODES
 from tests.helpers.fake_gpu_worker import generate
@@ -39,7 +40,7 @@ sizes_of = st.builds(
 )
 
 
-def serve(  # noqa: C901
+def serve(
     simulation: Simulation, rng: random.Random, n_requests: int, depth: int = 2
 ) -> dict[int, list[int]]:
     """Random traffic with random aborts to its end; the outputs of those not aborted."""
@@ -56,8 +57,8 @@ def serve(  # noqa: C901
             prompt = [rng.randrange(251) for _ in range(length)]
             seq = simulation.sequence(len(wanted), prompt)
             wanted[seq.id] = (prompt, rng.randint(1, limit - length))
-            if rng.random() < 0.7:  # others are found finished only when their last token is there
-                seq.max_len = length + wanted[seq.id][1]
+            # Some are found finished only when their last token is there.
+            seq.max_len = length + wanted[seq.id][1] if rng.random() < 0.7 else limit
             alive[seq.id] = seq
             scheduler.add(seq)
         while len(in_flight) < depth and scheduler.has_work:
@@ -92,7 +93,7 @@ def serve(  # noqa: C901
     sizes=sizes_of,
     seed=st.integers(0, 2**32),
     void_rate=st.sampled_from([0.0, 0.2]),
-    depth=st.sampled_from([1, 2]),
+    depth=st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=150, deadline=None)
 def test_random_traffic_on_tiny_pools_ends_with_the_right_tokens_and_empty_caches(
@@ -103,6 +104,7 @@ def test_random_traffic_on_tiny_pools_ends_with_the_right_tokens_and_empty_cache
         return
     serve(simulation, random.Random(seed), n_requests=8, depth=depth)
     assert simulation.is_empty()
+    assert void_rate or not simulation.scheduler.metrics.num_voided_rows
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)
@@ -292,6 +294,32 @@ def test_a_plan_within_its_means_passes(plan: Plan) -> None:
 def test_an_impossible_plan_is_refused_by_name(plan: Plan, word: str) -> None:
     with pytest.raises(PlanError, match=word):
         check_plan(plan, VIEW)
+
+
+@pytest.mark.parametrize(
+    ("layers", "requests", "plans"),
+    [
+        pytest.param(1, 2, 3, id="short iterations, one waits"),
+        pytest.param(1, 1, 2, id="short iterations, nobody waits"),
+        pytest.param(int(HOST_CHAIN_S / 1e-3) + 1, 2, 2, id="long iterations"),
+    ],
+)
+def test_a_third_plan_is_made_where_the_second_is_over_before_the_host_has_made_another(
+    layers: int, requests: int, plans: int
+) -> None:
+    sizes = Sizes("gpu-only", max_num_seqs=1)
+    simulation = Simulation(sizes, cost=FreeCost(num_layers=layers))  # 1 ms a layer
+    scheduler, made = simulation.scheduler, []
+    assert not scheduler.wants_plan
+    for number in range(requests):
+        scheduler.add(simulation.sequence(number, [1, 2, 3]))
+    while scheduler.wants_plan:
+        step = scheduler.schedule()
+        assert step is not None
+        made.append(step)
+    assert len(made) == plans
+    scheduler.update(made[0], simulation.compute(made[0]))
+    assert scheduler.wants_plan
 
 
 def test_a_policy_that_lets_nothing_advance_is_an_error() -> None:
