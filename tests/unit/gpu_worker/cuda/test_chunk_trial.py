@@ -88,6 +88,7 @@ def device(tmp_path: Path) -> Iterator[tuple[Device, Callable[[Any], HostPlan]]]
 
 @pytest.mark.usefixtures("untimed")
 @torch.inference_mode()
+@pytest.mark.soak
 def test_chunks_and_copies_are_launched_in_each_size(device: Any) -> None:
     made, read = device
     limits = made._reader.limits
