@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neo_server.cost_model import CostModel, Load, iteration_time
+from neo_server.cost_model import CostModel, Load, iteration_time, pairs_of
 from neo_server.plan import Place, Seqs
 from neo_server.policies.draft import Draft
 
 # Tokens that matrix products take at a time: a part of them costs as much. Larger iterations are
-# looked at in larger steps, up to each bound.
+# looked at in larger steps, up to each bound; then in steps of an eighth.
 _STEPS = ((512, 64), (1024, 128))
 _LARGE_STEP = 256
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
@@ -58,13 +58,16 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
     prompts (``awaited``) would have decoded in it: of the decodes' time their share of all rows. So
     chunks are large while caches fill, and small where each finished sequence is replaced by one.
     """
-    alone = iteration_time(cost, [base]) if base.tokens else 0.0
-    missed = alone * awaited / (base.gpu_rows + awaited)
+    before = int(base.tokens)
+    alone = iteration_time(cost, [base]) if before else 0.0
+    linear = cost.linear(before) if before else 0.0
+    # By layer, as what a chunk adds: other stages take what they take without it.
+    missed = alone * awaited / (base.gpu_rows + awaited) / cost.num_layers
     least, chosen = float("inf"), most
-    for tokens in _sizes(int(base.tokens), most):
-        n_new = tokens - int(base.tokens)
-        chunk = base.with_prefill(n_new, 0, moved=False, last=False)
-        price = (iteration_time(cost, [chunk]) - alone + missed) / n_new
+    for tokens in _sizes(before, most):
+        n_new = tokens - before
+        added = cost.linear(tokens) - linear + cost.prefill_attn(pairs_of(n_new, 0))
+        price = (added + missed) / n_new
         if price <= least:
             least, chosen = price, tokens
     return chosen
@@ -73,7 +76,8 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
 def _sizes(above: int, most: int) -> Iterator[int]:
     size = 0
     while size < most:
-        size += next((step for bound, step in _STEPS if size < bound), _LARGE_STEP)
+        larger = max(_LARGE_STEP, size // 8 // _LARGE_STEP * _LARGE_STEP)
+        size += next((step for bound, step in _STEPS if size < bound), larger)
         if size > above:
             yield min(size, most)
 
