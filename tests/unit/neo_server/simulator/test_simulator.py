@@ -118,13 +118,13 @@ def test_parked_requests_do_not_make_chunks_larger() -> None:
 
 def test_a_target_for_the_first_token_is_met_more_often_and_none_is_worth_nothing() -> None:
     work = arrivals(synthetic(1500, 500, 60), 0.3)
-    target = 0.6
+    target = 0.52
 
     def met(report: Report) -> int:
         return sum(request.ttft_s <= target for request in report.requests)
 
     free, aimed = simulate(chunked(), work), simulate(chunked(ttft_slo_s=target), work)
-    assert met(aimed) >= 1.25 * met(free) > 0
+    assert met(aimed) >= 10 * met(free) > 0
     hopeless = simulate(chunked(ttft_slo_s=1e-3), work)
     assert [r.first_s for r in hopeless.requests] == [r.first_s for r in free.requests]
 
