@@ -75,8 +75,8 @@ def test_waves_at_random_give_the_reference(threads: int, spin_us: int) -> None:
         assert waves.checked > 300
         for worker in workers:
             worker.stop()
-        rows = r.control.worker_rows()[:2]
-        assert int(rows["lost"].sum()) == 0
+        # A claim is lost when its group begins anew before the task is finished, never by theft.
+        assert int(r.control.worker_rows()[:2]["stolen"].sum()) == 0
 
 
 @pytest.mark.parametrize(("act", "kv"), [(F16, F16), (BF16, BF16), (F32, BF16)])
