@@ -57,8 +57,18 @@ class CudaProfiler(Profiler):
         stop = min(time.perf_counter() + POINT_S, self._deadline)
         return graph_seconds(call, REPEATS, stop)
 
-    def _linear(self, tokens: int) -> Callable[[], object]:
+    def _blank(self, tokens: int) -> None:
+        """No rows in the metadata; activations of ``tokens`` at random, whatever is measured.
+
+        Not zeros, which a device multiplies faster: they take less power.
+        """
         self._stages.buffers.blank()
+        channel = self._stages.buffers.channels[0]
+        for activations in (channel.residual, channel.qkv, channel.attn):
+            activations[:tokens].normal_()
+
+    def _linear(self, tokens: int) -> Callable[[], object]:
+        self._blank(tokens)
         shape = Shape(0, tokens, 0)
 
         def run() -> None:
@@ -68,12 +78,12 @@ class CudaProfiler(Profiler):
         return Captured(run)
 
     def _head(self, rows: int) -> Callable[[], object]:
-        self._stages.buffers.blank()
+        self._blank(rows)
         shape = Shape(0, rows, 0, sampled=rows)
         return Captured(lambda: self._stages.head(shape))
 
     def _prefill_attn(self, tokens: int) -> Callable[[], object]:
-        self._stages.buffers.blank()
+        self._blank(tokens)
         fields = self._stages.buffers.channels[0].fields
         tiles = -(-tokens // TILE_Q)
         firsts = torch.arange(tiles, device=self._model.device).flip(0)  # as plans have them
@@ -84,7 +94,7 @@ class CudaProfiler(Profiler):
         return Captured(lambda: self._stages.attend(shape, 0))
 
     def _gpu_attn(self, rows: int, length: int) -> Callable[[], object]:
-        self._stages.buffers.blank()
+        self._blank(rows)
         size = self._cache.block_size
         fields = self._stages.buffers.channels[0].fields
         # The longest slot of the CPU-cache ends with a page, a block table with a block.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.model import Activations
 from gpu_worker.profiler import LEAST_S, TOKENS, Profiler
 
 LAYERS, ROWS = 5, [1, 4]
@@ -89,3 +90,16 @@ def test_workers_that_leave_between_cost_only_what_is_measured_with_them() -> No
     assert min(curve["seconds"]) > 0
     offload.done = 1
     assert profiler._cpu_surface(ROWS, [16]) is None
+
+
+def test_products_are_measured_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler = profiler_with(FakeOffload(0))
+    inputs = Activations(*(torch.zeros(5, 2, 4) for _ in range(7)))
+    stages: list[int] = []
+    model: Any = profiler._model
+    monkeypatch.setattr(model, "embed", lambda *_: inputs, raising=False)
+    monkeypatch.setattr(model, "linear_stage", lambda _, n: stages.append(n), raising=False)
+    profiler._linear(5)()
+    assert stages == [1]
+    assert inputs.residual.flatten(1).std(dim=1).min() > 0.1
+    assert inputs.attn.flatten(1).std(dim=1).min() > 0.1
