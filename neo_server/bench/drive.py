@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from neo_server.bench.workload import Prompt
 from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError, NeoError
-from neo_server.request import Finish, OutputStream, SamplingParams, StopConditions
+from neo_server.request import Finish, OutputStream, Request, SamplingParams, StopConditions
 
 
 class Recorder(OutputStream):
@@ -23,6 +23,9 @@ class Recorder(OutputStream):
         self.error: NeoError | None = None
         self.times: list[float] = []  # of every token, by time.perf_counter()
         self.device_times: list[float] = []  # of every token, by ``device_s``
+        self.request: Request | None = None  # once it is submitted
+        self.num_gpu_decodes = 0  # steps of the request, when it ends
+        self.num_cpu_decodes = 0
         self._on_end = on_end
         self._device_s = device_s
 
@@ -31,6 +34,9 @@ class Recorder(OutputStream):
         self.times.extend([time.perf_counter()] * len(token_ids))
         self.device_times.extend([self._device_s()] * len(token_ids))
         if finish is not None:
+            if self.request is not None:
+                self.num_gpu_decodes = self.request.sequence.num_gpu_decodes
+                self.num_cpu_decodes = self.request.sequence.num_cpu_decodes
             self._on_end()
 
     def fail(self, error: NeoError) -> None:
@@ -68,7 +74,8 @@ async def drive(
     for i, (prompt, record) in enumerate(zip(prompts, records, strict=True)):
         sampling = SamplingParams(seed=i, temperature=temperature)
         stop = StopConditions(max_tokens=prompt.num_output)
-        engine.submit(f"bench-{i}", prompt.ids, sampling, stop, record)
+        id_ = f"bench-{i}"
+        (record.request,) = engine.submit_all(id_, prompt.ids, [sampling], stop, streams=[record])
     await over.wait()
     for prompt, record in zip(prompts, records, strict=True):
         if record.error is not None:

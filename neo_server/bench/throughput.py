@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import uvloop
@@ -15,13 +13,13 @@ from rich.console import Console
 from typer import Option
 
 from neo_server.banner import print_banner
-from neo_server.bench.counters import CpuWork, fresh_entries, work_between
-from neo_server.bench.drive import Recorder, drive
+from neo_server.bench.counters import fresh_entries, work_between
+from neo_server.bench.drive import drive
+from neo_server.bench.throughput_figures import figures
 from neo_server.bench.timeline import Recording
 from neo_server.bench.workload import Prompt, lengths_of, prompts_of
 from neo_server.engine import Engine
 from neo_server.launch import Options, resolve
-from neo_server.metrics import Metrics
 from neo_server.progress import progress
 from neo_server.server import Server
 from neo_server.shared_memory import SharedMemory
@@ -139,49 +137,3 @@ def _prompts(options: Options, flags: ThroughputFlags) -> list[Prompt]:
         flags.random_range_ratio,
     )
     return prompts_of(lengths, resolved.model.vocab_size, options.seed)
-
-
-def figures(
-    begin: float,
-    prompts: Sequence[Prompt],
-    records: Sequence[Recorder],
-    metrics: Metrics,
-    cpu: CpuWork,
-) -> dict[str, Any]:
-    """From the first submission to the last token; ``begin`` by ``time.perf_counter()``."""
-    elapsed_s = max(record.times[-1] for record in records) - begin
-    num_prompt = sum(len(prompt.ids) for prompt in prompts)
-    num_output = sum(len(record.times) for record in records)
-    tpot = [
-        (record.times[-1] - record.times[0]) / (len(record.times) - 1)
-        for record in records
-        if len(record.times) > 1
-    ]
-    return {
-        "requests_per_s": len(records) / elapsed_s,
-        "output_tokens_per_s": num_output / elapsed_s,
-        "total_tokens_per_s": (num_prompt + num_output) / elapsed_s,
-        "elapsed_s": elapsed_s,
-        "num_requests": len(records),
-        "num_prompt_tokens": num_prompt,
-        "num_output_tokens": num_output,
-        "mean_ttft_s": fmean(record.times[0] - begin for record in records),
-        "mean_tpot_s": fmean(tpot) if tpot else None,
-        "gpu_busy_share": gpu_busy_share(metrics, elapsed_s),
-        "cpu_busy_share": cpu.busy_s / (cpu.threads * elapsed_s) if cpu.threads else 0.0,
-        "cpu_kv_bytes_per_s": cpu.kv_bytes / elapsed_s,
-        "iterations": dict(metrics.iterations),
-        "prefill_iterations": dict(metrics.prefill_iterations),
-        "num_gpu_decodes": metrics.num_gpu_decodes,
-        "num_cpu_decodes": metrics.num_cpu_decodes,
-        "num_preemptions": metrics.num_preemptions,
-        "num_swap_outs": metrics.num_swap_outs,
-        "num_swap_ins": metrics.num_swap_ins,
-        "num_voided_rows": metrics.num_voided_rows,
-        "num_wasted_rows": metrics.num_wasted_rows,
-    }
-
-
-def gpu_busy_share(metrics: Metrics, elapsed_s: float) -> float:
-    """Time that the gpu worker spent on plans, by its own report; waits for O are in it."""
-    return metrics.device_s / elapsed_s
