@@ -11,6 +11,8 @@ from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError, NeoError
 from neo_server.request import Finish, OutputStream, Request, SamplingParams, StopConditions
 
+_POLL_S = 0.001
+
 
 class Recorder(OutputStream):
     """An output stream that nobody reads; ``on_end`` is called once, at its end."""
@@ -57,7 +59,7 @@ async def drive(
     ``on_end`` is called whenever a request ends. Raises the first error of a request, and
     ``ConfigurationError`` for one that the caches can never hold.
     """
-    _check(engine, prompts)
+    check_longest(engine, max(len(prompt.ids) + prompt.num_output for prompt in prompts))
     left = len(prompts)
     over = asyncio.Event()
 
@@ -85,10 +87,24 @@ async def drive(
     return begin, records
 
 
-def _check(engine: Engine, prompts: Sequence[Prompt]) -> None:
+async def emptied(engine: Engine) -> None:
+    """Returns when no plan is in flight and both caches are empty; no request may be left.
+
+    Raises ``NeoError`` where something of a cache is still held.
+    """
+    scheduler = engine.scheduler
+    while scheduler.in_flight or scheduler.has_work:
+        await asyncio.sleep(_POLL_S)
+    blocks = scheduler.blocks
+    held = blocks.blocks.used, blocks.pages.used, blocks.slots.used
+    if any(held):
+        raise NeoError(f"{held} blocks, pages and slots are held, and no request is there")
+
+
+def check_longest(engine: Engine, tokens: int) -> None:
+    """Raises ``ConfigurationError`` where the caches never hold so many of one request."""
     limit = engine.scheduler.max_tokens_per_sequence
-    longest = max(len(prompt.ids) + prompt.num_output for prompt in prompts)
-    if longest > limit:
+    if tokens > limit:
         raise ConfigurationError(
-            f"a request has {longest} tokens; max_model_len and the caches allow {limit}"
+            f"a request has {tokens} tokens; max_model_len and the caches allow {limit}"
         )
