@@ -24,7 +24,7 @@ from neo_server.errors import (
 )
 from neo_server.gpu_client import GpuLink
 from neo_server.latencies import Latencies
-from neo_server.metrics import Metrics, Throughput
+from neo_server.metrics import Throughput
 from neo_server.request import (
     Finish,
     FinishReason,
@@ -220,8 +220,8 @@ class Engine:
                 self.abort(request_id)
 
     def reset_metrics(self) -> None:
-        """Forgets what the warm-up counted."""
-        self.scheduler.metrics = Metrics()
+        """Forgets what was counted, and the lengths of requests: a warm-up's are nobody's."""
+        self.scheduler.forget()
         self.throughput = Throughput()
         self.latencies = Latencies()
 

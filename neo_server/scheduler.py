@@ -18,6 +18,7 @@ from neo_server.columns import Waiting
 from neo_server.correction import CorrectedCost
 from neo_server.errors import PlanError
 from neo_server.geometry import PLANS_IN_FLIGHT
+from neo_server.metrics import Metrics
 from neo_server.plan import Ints, Mode, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
@@ -107,6 +108,11 @@ class Scheduler(Queues):
             return
         self._recent.finished(seq)
         self._end(seq)
+
+    def forget(self) -> None:
+        """Counters, and the lengths and iterations seen; what stages cost, it keeps."""
+        self.metrics = Metrics()
+        self._recent = Recent()
 
     def schedule(self) -> Step | None:
         """The next iteration; None: none before a plan in flight has reported.

@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {"control_port": 0}  # beside a server that runs
 @app.command()
 @takes(Options, ThroughputFlags, without=PUBLIC, defaults=_DEFAULTS, panels=PANELS)
 def throughput(options: Options, flags: ThroughputFlags) -> None:
-    """All requests at once: requests and tokens per second, one line for each policy."""
+    """All requests at once: requests and tokens per second, a line for each policy and work."""
     _run(lambda console: run_throughput(options, flags, console))
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from neo_server.bench.workload import Prompt
 from neo_server.engine import Engine
 from neo_server.errors import ConfigurationError, NeoError
-from neo_server.request import Finish, OutputStream, SamplingParams, StopConditions
+from neo_server.request import Finish, OutputStream, Request, SamplingParams, StopConditions
+
+_POLL_S = 0.001
 
 
 class Recorder(OutputStream):
@@ -23,6 +25,9 @@ class Recorder(OutputStream):
         self.error: NeoError | None = None
         self.times: list[float] = []  # of every token, by time.perf_counter()
         self.device_times: list[float] = []  # of every token, by ``device_s``
+        self.request: Request | None = None  # once it is submitted
+        self.num_gpu_decodes = 0  # steps of the request, when it ends
+        self.num_cpu_decodes = 0
         self._on_end = on_end
         self._device_s = device_s
 
@@ -31,6 +36,9 @@ class Recorder(OutputStream):
         self.times.extend([time.perf_counter()] * len(token_ids))
         self.device_times.extend([self._device_s()] * len(token_ids))
         if finish is not None:
+            if self.request is not None:
+                self.num_gpu_decodes = self.request.sequence.num_gpu_decodes
+                self.num_cpu_decodes = self.request.sequence.num_cpu_decodes
             self._on_end()
 
     def fail(self, error: NeoError) -> None:
@@ -51,7 +59,7 @@ async def drive(
     ``on_end`` is called whenever a request ends. Raises the first error of a request, and
     ``ConfigurationError`` for one that the caches can never hold.
     """
-    _check(engine, prompts)
+    check_longest(engine, max(len(prompt.ids) + prompt.num_output for prompt in prompts))
     left = len(prompts)
     over = asyncio.Event()
 
@@ -68,7 +76,8 @@ async def drive(
     for i, (prompt, record) in enumerate(zip(prompts, records, strict=True)):
         sampling = SamplingParams(seed=i, temperature=temperature)
         stop = StopConditions(max_tokens=prompt.num_output)
-        engine.submit(f"bench-{i}", prompt.ids, sampling, stop, record)
+        id_ = f"bench-{i}"
+        (record.request,) = engine.submit_all(id_, prompt.ids, [sampling], stop, streams=[record])
     await over.wait()
     for prompt, record in zip(prompts, records, strict=True):
         if record.error is not None:
@@ -78,10 +87,24 @@ async def drive(
     return begin, records
 
 
-def _check(engine: Engine, prompts: Sequence[Prompt]) -> None:
+async def emptied(engine: Engine) -> None:
+    """Returns when no plan is in flight and both caches are empty; no request may be left.
+
+    Raises ``NeoError`` where something of a cache is still held.
+    """
+    scheduler = engine.scheduler
+    while scheduler.in_flight or scheduler.has_work:
+        await asyncio.sleep(_POLL_S)
+    blocks = scheduler.blocks
+    held = blocks.blocks.used, blocks.pages.used, blocks.slots.used
+    if any(held):
+        raise NeoError(f"{held} blocks, pages and slots are held, and no request is there")
+
+
+def check_longest(engine: Engine, tokens: int) -> None:
+    """Raises ``ConfigurationError`` where the caches never hold so many of one request."""
     limit = engine.scheduler.max_tokens_per_sequence
-    longest = max(len(prompt.ids) + prompt.num_output for prompt in prompts)
-    if longest > limit:
+    if tokens > limit:
         raise ConfigurationError(
-            f"a request has {longest} tokens; max_model_len and the caches allow {limit}"
+            f"a request has {tokens} tokens; max_model_len and the caches allow {limit}"
         )

@@ -38,7 +38,7 @@ def lengths_of(
         if value < 1:
             raise ConfigurationError(f"--{name} is {value}; it must be at least 1")
     if dataset_path is not None:
-        trace = read_trace(dataset_path)
+        trace = _read(dataset_path)
         fitting = limited(trace, max_model_len, num_prompts or len(trace))
         if not fitting:
             raise ConfigurationError(
@@ -54,6 +54,16 @@ def lengths_of(
             f"{max_model_len}"
         )
     return lengths
+
+
+def _read(path: Path) -> Lengths:
+    try:
+        return read_trace(path)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is no CSV with ContextTokens and GeneratedTokens and no JSON list of objects "
+            f"with prompt and max_tokens: {error!r}"
+        ) from error
 
 
 def prompts_of(lengths: Lengths, vocab_size: int, seed: int) -> list[Prompt]:

@@ -30,7 +30,9 @@ def command(model: Path, kind: str, *arguments: str) -> list[str]:
     return [*program, str(model), *flags, *arguments]
 
 
-def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
+def run(
+    model: Path, kind: str, *arguments: str, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         command(model, kind, *arguments),
         capture_output=True,
@@ -39,8 +41,12 @@ def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def bench(model: Path, kind: str, *arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run(model, kind, *arguments).stdout.splitlines()]
 
 
 def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> None:
@@ -62,6 +68,56 @@ def test_throughput_of_two_policies_side_by_side(no_tokenizer_model: Path) -> No
     assert mixed["num_cpu_decodes"] > 0
     assert mixed["cpu_kv_bytes_per_s"] > 0.0
     assert mixed["iterations"]["one_batch"] + mixed["iterations"]["two_batches"] > 0
+
+
+def test_works_on_one_engine_get_lines_of_their_own(
+    no_tokenizer_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    works = ("--sweep", "40/7:9", "--sweep", "24/5", "--sweep", "40/7:9", "--num-prompts", "4")
+    cache = ("--num-gpu-blocks-override", "12", "--max-num-seqs", "8", *NO_TOKENIZER)
+    trace = ("--trace-timeline", str(out), "--trace-after", "1", "--trace-iterations", "2")
+    policies = ("--policies", "gpu-only,mixed")
+    arguments = (*policies, *works, *cache, *trace)
+    done = run(no_tokenizer_model, "throughput", *arguments)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.stderr.count("gpu worker on") == 2  # engines
+    assert [(line["policy"], line["work"]) for line in lines] == [
+        (policy, work) for policy in ("gpu-only", "mixed") for work in ("40/7:9", "24/5", "40/7:9")
+    ]
+    for i, line in enumerate(lines):
+        num, num_prompt, num_output = (4, 24, 5) if line["work"] == "24/5" else (9, 40, 7)
+        assert (line["num_requests"], line["num_prompt_tokens"]) == (num, num * num_prompt)
+        assert line["num_output_tokens"] == num * num_output
+        # Every sequence's blocks hold the whole of it from the start, so none is preempted.
+        steps = line["num_gpu_decodes"] + line["num_cpu_decodes"]
+        assert (steps, line["num_preemptions"]) == (num * (num_output - 1), 0)
+        assert num_output <= sum(line["iterations"].values()) <= num * num_output + num_prompt
+        assert 0.0 < line["gpu_busy_share"] <= 1.01
+        assert line["relative"] == line["requests_per_s"] / lines[i % 3]["requests_per_s"]
+        everything, *by_place = line["latencies"].values()
+        assert everything["num_requests"] == sum(one["num_requests"] for one in by_place) == num
+        assert 0.0 < everything["p50_tpot_s"] <= everything["p99_tpot_s"] < line["elapsed_s"]
+    for gpu_only, mixed in zip(lines[:3], lines[3:], strict=True):
+        assert (gpu_only["num_cpu_decodes"], gpu_only["cpu_kv_bytes_per_s"]) == (0, 0.0)
+        assert gpu_only["latencies"]["gpu_requests"]["num_requests"] == gpu_only["num_requests"]
+        reads = mixed["cpu_kv_bytes_per_s"] > 0.0
+        assert reads == (mixed["num_cpu_decodes"] > 0)
+    assert lines[3]["num_cpu_decodes"] > 0 < lines[5]["num_cpu_decodes"]
+    for policy in ("gpu-only", "mixed"):  # of the first work: later plans are not in it
+        events = json.loads(out.with_stem(f"out-{policy}").read_text())["traceEvents"]
+        plans = {event["args"]["plan_id"] for event in events if event["name"] == "iteration"}
+        first = next(line for line in lines if line["policy"] == policy)
+        assert len(plans) == 2 <= sum(first["iterations"].values())
+
+
+def test_what_is_no_work_ends_the_command_before_any_worker_starts(
+    no_tokenizer_model: Path,
+) -> None:
+    arguments = ("--sweep", "40/7", "--sweep", "40/none", *NO_TOKENIZER)
+    done = run(no_tokenizer_model, "throughput", *arguments, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("neo: --sweep is '40/none'; it must be INPUT/OUTPUT")
 
 
 def test_a_trace_is_run_as_it_is_and_random_weights_need_no_tokenizer(

@@ -206,6 +206,22 @@ async def test_plans_whose_rows_were_voided_are_told(void_rate: float) -> None:
     assert bool(voids) == (simulation.scheduler.metrics.num_voided_rows > 0) == (void_rate > 0)
 
 
+async def test_a_warm_up_is_forgotten_with_the_lengths_of_its_request() -> None:
+    simulation = Simulation(Sizes(policy="simple-offload"))
+    async with engine_on(simulation) as engine:
+        await read(submit(engine, 1, [1], max_tokens=4))
+        view, _ = simulation.scheduler._view()
+        assert (view.mean_prompt, view.mean_output) == (1.0, 4.0)
+        assert view.cpu_decodes > 0.0
+        engine.reset_metrics()
+        view, _ = simulation.scheduler._view()
+        assert (view.mean_prompt, view.mean_output, view.cpu_decodes) == (0.0, 0.0, 0.0)
+        assert simulation.scheduler.metrics.num_cpu_decodes == 0
+        await read(submit(engine, 2, [1, 2], max_tokens=5))
+        view, _ = simulation.scheduler._view()
+        assert (view.mean_prompt, view.mean_output) == (2.0, 5.0)
+
+
 async def test_with_no_room_to_wait_a_request_that_finds_nobody_waiting_is_served() -> None:
     async with engine_on(Simulation(Sizes()), max_num_queued_reqs=0) as engine:
         first = submit(engine, 1, [1])

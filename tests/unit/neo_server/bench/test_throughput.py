@@ -7,7 +7,7 @@ import pytest
 
 from neo_server.bench.counters import CpuWork, work_between
 from neo_server.bench.drive import Recorder
-from neo_server.bench.throughput import figures
+from neo_server.bench.throughput_figures import figures, latencies
 from neo_server.bench.workload import Prompt, lengths_of, prompts_of
 from neo_server.errors import ConfigurationError, NeoError
 from neo_server.metrics import Metrics
@@ -15,9 +15,10 @@ from neo_server.request import Finish, FinishReason
 from neo_server.shared_memory import WorkerEntry
 
 
-def record_of(*times: float) -> Recorder:
+def record_of(*times: float, gpu: int = 0, cpu: int = 0) -> Recorder:
     record = Recorder(lambda: None)
     record.times.extend(times)
+    record.num_gpu_decodes, record.num_cpu_decodes = gpu, cpu
     return record
 
 
@@ -54,6 +55,39 @@ def test_figures_count_from_the_submission_to_the_last_token() -> None:
 def test_without_cpu_workers_and_second_tokens_there_is_nothing_to_divide_by() -> None:
     line = figures(0.0, [Prompt([1], 1)], [record_of(1.0)], Metrics(), CpuWork(0, 0.0, 0))
     assert (line["cpu_busy_share"], line["mean_tpot_s"]) == (0.0, None)
+
+
+def test_latencies_are_of_all_requests_and_by_where_they_decoded() -> None:
+    records = [
+        record_of(11.0, 11.5, 12.0, gpu=2),
+        record_of(13.0, 14.5, 16.0, gpu=2),
+        record_of(12.0, 14.0, 16.0, cpu=2),
+        record_of(12.0, 13.0, 20.0, gpu=1, cpu=1),
+        record_of(15.0),  # no decode step: a GPU-request
+    ]
+    line = latencies(10.0, records)
+    assert {name: one["num_requests"] for name, one in line.items()} == {
+        "all": 5,
+        "gpu_requests": 3,
+        "cpu_requests": 1,
+        "gpu_and_cpu_requests": 1,
+    }
+    assert line["all"]["p50_ttft_s"] == 2.0
+    assert line["all"]["p50_tpot_s"] == 1.75  # of 0.5, 1.5, 2 and 4
+    gpu = line["gpu_requests"]
+    assert (gpu["p50_ttft_s"], gpu["p50_tpot_s"]) == (3.0, 1.0)
+    assert gpu["p99_ttft_s"] == pytest.approx(4.96)  # between 3 and 5, linearly
+    assert gpu["p99_tpot_s"] == pytest.approx(1.49)
+    for name, tpot in (("cpu_requests", 2.0), ("gpu_and_cpu_requests", 4.0)):
+        assert (line[name]["p50_tpot_s"], line[name]["p99_tpot_s"]) == (tpot, tpot)
+
+
+def test_where_there_is_no_request_or_no_second_token_a_percentile_is_null() -> None:
+    line = latencies(0.0, [record_of(1.0)])
+    assert line["gpu_requests"]["p99_ttft_s"] == 1.0
+    assert line["gpu_requests"]["p99_tpot_s"] is None
+    assert set(line["cpu_requests"].values()) == {0, None}
+    assert json.loads(json.dumps(line)) == line
 
 
 def test_cpu_work_is_the_difference_and_a_replaced_worker_starts_at_zero() -> None:
