@@ -21,8 +21,8 @@ from gpu_worker.cuda import chunk_trial
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.chunk_trial import ChunkTrial, Sweep
 from gpu_worker.cuda.plan import HostPlan
+from tests.unit.gpu_worker.cuda.interpreted import RIDES, Device, interpretable
 from tests.unit.gpu_worker.cuda.test_copy_stages import padded
-from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, Device, interpretable
 
 __all__ = ["interpretable"]  # a fixture of every test
 

@@ -1,6 +1,6 @@
 """Swaps, later chunks and pairs of batches through the CUDA path's kernels, in the interpreter.
 
-Against the plain executor; as in ``test_ride_stages``, the cpu workers are real.
+Against the plain executor; the cpu workers are real.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.plan import HostBatch
 from gpu_worker.cuda.tiles import CopyTiles
-from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, TOLERANCE, Device, interpretable
+from tests.unit.gpu_worker.cuda.interpreted import RIDES, TOLERANCE, Device, interpretable
 
 __all__ = ["interpretable"]  # a fixture of every test
 
