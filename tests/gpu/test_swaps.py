@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,21 +32,17 @@ from neo_server.request import SamplingParams, Sequence
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
 from protos.config import PLAN_MODES, DType, KvCacheDType
-from tests.gpu.kernel_rig import DEVICE, LEN, PAGE_SIZE, SLOTS, KernelRig, config_of
+from tests.gpu.kernel_rig import DEVICE, LEN, PAGE_SIZE, SLOTS, KernelRig, config_of, inference
 from tests.helpers import policies
 from tests.unit.neo_server.simulation import Sizes, Slot
+
+__all__ = ["inference"]  # a fixture of every test
 
 SIZES = Sizes(
     policy="tests.helpers.policies:restful_churn", gpu_blocks=64, cpu_pages=96, block_size=16,
     page_size=PAGE_SIZE, max_num_seqs=12, budget=192, max_model_len=240,
 )  # fmt: skip
 REQUESTS, NEW_TOKENS, LONGEST_PROMPT = 48, 40, 150
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @dataclass
