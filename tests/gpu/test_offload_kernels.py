@@ -19,10 +19,9 @@ from gpu_worker.cuda.buckets import mixed_shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan import CpuChunk, HostPlan
 from gpu_worker.cuda.ride_trial import captured
-from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.ops.rope import rope_table
-from neo_native import RowKind, SwapKind
-from protos.config import DType, KvCacheDType
+from neo_native import RowKind, SwapKind, WireDType
+from protos.config import DType
 from tests.gpu.kernel_rig import (
     DEVICE,
     LAYER,
@@ -41,14 +40,13 @@ from tests.helpers.engine_rig import Row
 
 __all__ = ["inference"]  # a fixture of every test
 
-INT8 = WIRE_KV_DTYPES[KvCacheDType.INT8]
 # Activations, wire dtype of the CPU-cache
 CACHES = [
-    (DType.BFLOAT16, WIRE_DTYPES[DType.BFLOAT16]),
-    (DType.FLOAT32, WIRE_DTYPES[DType.FLOAT32]),
-    (DType.FLOAT32, WIRE_DTYPES[DType.BFLOAT16]),
-    (DType.BFLOAT16, INT8),
-    (DType.FLOAT32, INT8),
+    (DType.BFLOAT16, WireDType.BFLOAT16),
+    (DType.FLOAT32, WireDType.FLOAT32),
+    (DType.FLOAT32, WireDType.BFLOAT16),
+    (DType.BFLOAT16, WireDType.INT8),
+    (DType.FLOAT32, WireDType.INT8),
 ]
 ONLY_HEADS = [(64, 2), (80, 3), (128, 1), (256, 2)]  # head_dim, group
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_worker.executor import Outcome
-from neo_native import Feature, RowKind, RowStatus, SwapKind
+from neo_native import Feature, RowKind, RowStatus, SwapKind, WireDType
 from protos.config import DType
 from tests.helpers.engine_rig import Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
@@ -274,7 +274,7 @@ def test_riders_of_an_int8_cache_equal_decodes_of_an_int8_cache(checkpoint: Any)
     tokens = checkpoint[1]
     logits = []
     for riding in (False, True):
-        rig = Rig(checkpoint[0], workers=1, kv_dtype=3, **RIDES)
+        rig = Rig(checkpoint[0], workers=1, kv_dtype=WireDType.INT8, **RIDES)
         rig.run([Row(0, RowKind.PREFILL_CPU, 0, tokens[0][:PROMPT])])
         for position in range(PROMPT, PROMPT + 2):
             token = tokens[0][position]

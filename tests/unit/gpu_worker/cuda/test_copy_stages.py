@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from neo_native import RowKind, SwapKind
+from neo_native import RowKind, SwapKind, WireDType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
 from tests.helpers.tiny_llama import make_checkpoint
@@ -126,7 +126,7 @@ def moved(both: Both, tokens: list[list[int]]) -> None:
         both.compare(rows, swaps=[(s, kind, at) for s in (0, 1)])
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_dtype": 3}], ids=["as computed", "int8"])
+@pytest.mark.parametrize("fields", [{}, {"kv_dtype": WireDType.INT8}], ids=["as computed", "int8"])
 def test_swapped_sequences_go_on_at_once(fields: dict[str, int], model: Any) -> None:
     both = Both(model[0], Shape.of, **fields)
     moved(both, model[1])

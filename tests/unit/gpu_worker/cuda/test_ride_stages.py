@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from neo_native import RowKind
+from neo_native import RowKind, WireDType
 from tests.helpers.engine_rig import Rig, Row
 
 pytest.importorskip("triton")
@@ -132,8 +132,8 @@ def test_a_riders_next_token_is_the_one_it_sampled(make: tuple[Rig, Make], model
 def test_an_int8_cache_takes_riders(model: Any, make: tuple[Rig, Make]) -> None:
     """Against decodes of kind decode_cpu on an int8 cache, which differ from float32's."""
     device_of, tokens = make[1], model[1]
-    rig = Rig(model[0], workers=1, kv_dtype=3, **RIDES)
-    device = device_of(Shape.of, kv_dtype=3)
+    rig = Rig(model[0], workers=1, kv_dtype=WireDType.INT8, **RIDES)
+    device = device_of(Shape.of, kv_dtype=WireDType.INT8)
     device.start_worker()
     compare(rig, device, [Row(0, RowKind.PREFILL_CPU, 0, tokens[0][:PROMPT])], riders=[])
     for stage in range(LAYERS + 1):
