@@ -7,26 +7,23 @@ from typing import Any
 import numpy.typing as npt
 
 from gpu_worker.errors import GeometryError
-from protos.config import DType, EngineConfig, KvCacheDType
+from neo_native import WireDType
+from protos.config import EngineConfig
 from protos.model_config import ModelConfig
 
 Array = npt.NDArray[Any]
 
-# neo::wire::DType
-WIRE_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
-WIRE_KV_DTYPES = {KvCacheDType(dtype.value): code for dtype, code in WIRE_DTYPES.items()}
-WIRE_KV_DTYPES[KvCacheDType.INT8] = 3
-
 
 def check_geometry(geometry: Array, model: ModelConfig, config: EngineConfig, rank: int) -> None:
     """Raises ``GeometryError`` unless the segments were made for this model and configuration."""
+    kv_dtype = config.cache.cpu_kv_cache_dtype.resolve(config.worker.dtype)
     expected = {
         "n_layers": model.num_hidden_layers,
         "n_heads": model.num_attention_heads,
         "n_kv_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
-        "act_dtype": WIRE_DTYPES[config.worker.dtype],
-        "kv_dtype": WIRE_KV_DTYPES[config.cache.cpu_kv_cache_dtype.resolve(config.worker.dtype)],
+        "act_dtype": WireDType[config.worker.dtype.name],
+        "kv_dtype": WireDType[kv_dtype.name],
         "block_size": config.cache.block_size,
         "rank": rank,
     }

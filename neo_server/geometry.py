@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from neo_native import WireDType
 from neo_server.errors import ConfigurationError
-from protos.config import CacheConfig, DType, EngineConfig, KvCacheDType
+from protos.config import CacheConfig, DType, EngineConfig
 from protos.model_config import ModelConfig
 
-# DType of protos/wire.hpp
-_DTYPES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
-_KV_DTYPES = {KvCacheDType(dtype.value): code for dtype, code in _DTYPES.items()}
-_KV_DTYPES[KvCacheDType.INT8] = 3
 _GIB = 1 << 30
 PLANS_IN_FLIGHT = 3  # at most; Scheduler.wants_plan says when
 SPARE_WORKERS = 16  # rows of the worker table beyond those that the server starts itself
@@ -42,14 +39,13 @@ def geometry_fields(config: EngineConfig, model: ModelConfig, max_workers: int) 
             f"max_model_len is {scheduler.max_model_len}; the model's max_position_embeddings is "
             f"{model.max_position_embeddings}"
         )
-    dtype = _DTYPES[worker.dtype]
     return {
         "n_layers": model.num_hidden_layers,
         "n_heads": model.num_attention_heads,
         "n_kv_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
-        "act_dtype": dtype,
-        "kv_dtype": _KV_DTYPES[cache.cpu_kv_cache_dtype.resolve(worker.dtype)],
+        "act_dtype": WireDType[worker.dtype.name],
+        "kv_dtype": WireDType[cache.cpu_kv_cache_dtype.resolve(worker.dtype).name],
         "block_size": cache.block_size,
         "page_size": cache.cpu_kv_page_size,
         # One page at least: the gpu worker times copies to and from it, whoever uses it later.

@@ -32,7 +32,7 @@ from neo_native import segments as sg
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = 4096  # bytes before the first page of the CPU-cache
 NONE = np.zeros(0, np.uint32)
-DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
+DTYPES = {kind.name.lower(): kind for kind in nn.WireDType}
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 # Warms code, threads and page tables: which worker first touches a page differs from run to run.
 WARM_RUNS = 8

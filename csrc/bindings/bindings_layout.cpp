@@ -64,8 +64,14 @@ void bind_enums_and_errors(py::module_& module) {
       .value("DRAINING", wire::WorkerState::draining);
 }
 
-// Values that travel in rows of plans and results: IntEnums, since numpy columns hold them.
-void bind_row_enums(py::module_& module) {
+// Values that numpy columns hold, in the geometry and in rows of plans and results: IntEnums.
+void bind_column_enums(py::module_& module) {
+  py::native_enum<wire::DType>(module, "WireDType", "enum.IntEnum")
+      .value("FLOAT32", wire::DType::float32)
+      .value("FLOAT16", wire::DType::float16)
+      .value("BFLOAT16", wire::DType::bfloat16)
+      .value("INT8", wire::DType::int8)
+      .finalize();
   py::native_enum<wire::RowKind>(module, "RowKind", "enum.IntEnum")
       .value("PREFILL_GPU", wire::RowKind::prefill_gpu)
       .value("PREFILL_CPU", wire::RowKind::prefill_cpu)
@@ -225,7 +231,7 @@ void bind_layout(py::module_& module) {
   module.attr("Array") = py::module_::import("numpy").attr("ndarray");  // the stub's alias
   register_dtypes(module);
   bind_enums_and_errors(module);
-  bind_row_enums(module);
+  bind_column_enums(module);
   bind_segment(module);
   bind_control(module);
   bind_sequences(module);

@@ -37,6 +37,12 @@ class SegmentKind:
     CPU_CACHE: SegmentKind
     name: str
 
+class WireDType(IntEnum):  # element types; DType of wire.hpp, by names of protos.config's
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+
 class RowKind(IntEnum):
     PREFILL_GPU = 0
     PREFILL_CPU = 1

@@ -25,7 +25,7 @@ from gpu_worker.cuda.spans import HostSwap, SpanTable, SpanUploads, span_table, 
 from gpu_worker.cuda.streams import Lane, Streams, streams_of
 from gpu_worker.cuda.tiles import copy_tiles
 from gpu_worker.errors import BadPlanError
-from neo_native import SwapKind, device_layout
+from neo_native import SwapKind, WireDType, device_layout
 
 if TYPE_CHECKING:
     from neo_native import Exchange, Segment
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-# neo::wire::DType
-KV_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16, 3: torch.int8}
+KV_DTYPES = {
+    WireDType.FLOAT32: torch.float32,
+    WireDType.FLOAT16: torch.float16,
+    WireDType.BFLOAT16: torch.bfloat16,
+    WireDType.INT8: torch.int8,
+}
 BACKSTOP = 4.0  # times the watchdog's patience: then a wait on the device ends by itself
 
 
@@ -68,7 +72,7 @@ class DeviceExchange:
         self._kv_heads, self._head_dim = int(geometry["n_kv_heads"]), int(geometry["head_dim"])
         self._mapped = pinned or [MappedSegment(s) for s in device_segments(segments)]
         work, out, cache = self._mapped
-        kv_dtype = KV_DTYPES[int(geometry["kv_dtype"])]
+        kv_dtype = KV_DTYPES[WireDType(int(geometry["kv_dtype"]))]
         self.is_int8 = kv_dtype is torch.int8
         self.n_pages, self.page_size = int(geometry["n_pages"]), int(geometry["page_size"])
         self._dim_pad = triton.next_power_of_2(self._head_dim)

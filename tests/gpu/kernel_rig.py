@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,6 +35,13 @@ from tests.helpers.engine_rig import MAX_SWAPS, Row, make_geometry, make_segment
 DEVICE = torch.device("cuda", 0)
 SLOTS, LEN, MAX_ROWS, MAX_TOKENS, PAGE_SIZE = 16, 512, 512, 1024, 16
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative L2
+LAYER = 1  # the last of config_of's two
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 def config_of(head_dim: int, heads: int, kv_heads: int, vocab_size: int = 320) -> ModelConfig:
@@ -98,7 +106,7 @@ class KernelRig:
         self.cache.blocks.copy_(self.normal(*self.cache.blocks.shape))
         self.buffers = Buffers(config, limits, self.reader.layout, self.dtype, DEVICE, True)
         self.buffers.stage_for(config, LEN)
-        self.segments = self._segments() if kv_code is not None else None
+        self.segments: Any = self._segments() if kv_code is not None else None
         self.exchange = self._exchange() if self.segments else None
         self.stages = Stages(model, self.cache, self.buffers, self.exchange, LEN)
         self._plan_id = 0
@@ -193,6 +201,40 @@ class KernelRig:
         """All pages of a CPU-cache, scales too."""
         first = native.device_layout(self.geometry)["tiles"]
         return cast(bytes, bytes_of(segment)[first:].tobytes())
+
+
+def make_rig(
+    head_dim: int = 64,
+    group: int = 2,
+    block_size: int = 16,
+    dtype: DType = DType.BFLOAT16,
+    kv_code: int | None = None,
+    vocab_size: int = 320,
+) -> KernelRig:
+    config = config_of(head_dim, 2 * group, 2, vocab_size)
+    return KernelRig(config, dtype, block_size, kv_code)
+
+
+def peaked(r: KernelRig, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills Q, K and V of ``n`` tokens; scores spread so that few tokens matter to each query."""
+    q, k, v = r.projection(n)
+    q.copy_(r.normal(*q.shape, scale=4.0))
+    k.copy_(r.normal(*k.shape))
+    v.copy_(r.normal(*v.shape))
+    return q, k, v
+
+
+def run_attention(r: KernelRig, shape: Shape, n: int) -> Tensor:
+    """Output by token, [n, heads, head_dim]; 7 where no kernel wrote."""
+    attn = r.buffers.channels[0].attn
+    if shape.has_chunk:  # whose earlier tokens come layer by layer
+        r.stages.begin_chunks([shape], LAYER + 1)
+        for layer in range(LAYER):
+            r.stages.attend(shape, layer)
+    attn.fill_(7.0)
+    r.stages.attend(shape, LAYER)
+    heads = r.config.num_attention_heads
+    return attn[:n].view(n, heads, -1)
 
 
 def bytes_of(segment: native.Segment) -> Any:

@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from gpu_worker.cuda.profiler import CudaProfiler
-from gpu_worker.geometry_check import WIRE_KV_DTYPES
 from gpu_worker.profiler import LEAST_S
-from protos.config import DType, KvCacheDType
+from neo_native import WireDType
+from protos.config import DType
 from tests.gpu.kernel_rig import LEN, MAX_TOKENS, SLOTS, KernelRig, config_of
 
 ROWS = [1, 4, SLOTS]
@@ -22,7 +22,7 @@ ROWS = [1, 4, SLOTS]
 
 @pytest.fixture
 def rig() -> Iterator[KernelRig]:
-    made = KernelRig(config_of(64, 4, 2), DType.BFLOAT16, kv_code=WIRE_KV_DTYPES[KvCacheDType.INT8])
+    made = KernelRig(config_of(64, 4, 2), DType.BFLOAT16, kv_code=WireDType.INT8)
     with torch.inference_mode():
         yield made
     made.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,8 +19,13 @@ from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import OneStream
 from gpu_worker.executor import Outcome
 from gpu_worker.features import Features
-from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
-from neo_native import result_header_dtype, result_row_dtype, step_header_dtype, step_row_dtype
+from neo_native import (
+    WireDType,
+    result_header_dtype,
+    result_row_dtype,
+    step_header_dtype,
+    step_row_dtype,
+)
 from neo_server.block_manager import BlockManager
 from neo_server.correction import CorrectedCost
 from neo_server.cost_model import FreeCost
@@ -32,22 +36,18 @@ from neo_server.policies import load_policy
 from neo_server.request import SamplingParams, Sequence
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step, StepResult
-from protos.config import PLAN_MODES, DType, KvCacheDType
-from tests.gpu.kernel_rig import DEVICE, LEN, PAGE_SIZE, SLOTS, KernelRig, config_of
+from protos.config import PLAN_MODES, DType
+from tests.gpu.kernel_rig import DEVICE, LEN, PAGE_SIZE, SLOTS, KernelRig, config_of, inference
 from tests.helpers import policies
 from tests.unit.neo_server.simulation import Sizes, Slot
+
+__all__ = ["inference"]  # a fixture of every test
 
 SIZES = Sizes(
     policy="tests.helpers.policies:restful_churn", gpu_blocks=64, cpu_pages=96, block_size=16,
     page_size=PAGE_SIZE, max_num_seqs=12, budget=192, max_model_len=240,
 )  # fmt: skip
 REQUESTS, NEW_TOKENS, LONGEST_PROMPT = 48, 40, 150
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @dataclass
@@ -133,7 +133,7 @@ def serve(rig: KernelRig, runner: CudaExecutor, sizes: Sizes, requests: int) -> 
 @pytest.mark.parametrize("int8", [False, True], ids=["as computed", "int8"])
 def test_copies_beside_decodes_leave_what_one_stream_leaves(graphs: bool, int8: bool) -> None:
     dtype = DType.BFLOAT16
-    kv_code = WIRE_KV_DTYPES[KvCacheDType.INT8] if int8 else WIRE_DTYPES[dtype]
+    kv_code = WireDType.INT8 if int8 else WireDType[dtype.name]
     left = []
     for one_stream in (True, False):
         rig = KernelRig(config_of(64, 4, 2), dtype, SIZES.block_size, kv_code)

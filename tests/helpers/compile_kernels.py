@@ -38,14 +38,13 @@ from gpu_worker.cuda.plan import CpuChunk, HostPlan
 from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
-from gpu_worker.geometry_check import WIRE_DTYPES, WIRE_KV_DTYPES
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.plan_check import PlanLimits
 from gpu_worker.weights import TORCH_DTYPES, empty_weights
-from neo_native import SegmentKind, SwapKind
+from neo_native import SegmentKind, SwapKind, WireDType
 from neo_native.segments import SegmentSet
-from protos.config import PLAN_MODES, DType, KvCacheDType
+from protos.config import PLAN_MODES, DType
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import make_geometry, make_segment
 
@@ -226,7 +225,7 @@ def main() -> None:
     compiled = Compiled(args.capability)
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
-    kv_code = WIRE_KV_DTYPES[KvCacheDType.INT8] if args.int8 else WIRE_DTYPES[args.dtype]
+    kv_code = WireDType.INT8 if args.int8 else WireDType[args.dtype.name]
     with torch.inference_mode():
         stages = make_stages(config, args.dtype, kv_code)
         start(stages)

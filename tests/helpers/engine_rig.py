@@ -17,7 +17,6 @@ from gpu_worker import ops
 from gpu_worker.batch import PlanReader
 from gpu_worker.executor import Executor, Outcome
 from gpu_worker.features import Features
-from gpu_worker.geometry_check import WIRE_DTYPES
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 from gpu_worker.offload import Offload
@@ -62,8 +61,8 @@ def make_geometry(config: ModelConfig, dtype: DType, **overrides: int) -> Any:
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "act_dtype": WIRE_DTYPES[dtype],
-        "kv_dtype": WIRE_DTYPES[dtype],
+        "act_dtype": native.WireDType[dtype.name],
+        "kv_dtype": native.WireDType[dtype.name],
         "block_size": BLOCK_SIZE,
         "page_size": PAGE_SIZE,
         "n_pages": MAX_SLOTS * MAX_LEN // PAGE_SIZE,
@@ -206,7 +205,7 @@ class Rig:
         work = make_segment(native.SegmentKind.WORK, geometry)
         exchange = make_segment(native.SegmentKind.EXCHANGE, geometry)
         pages = make_segment(native.SegmentKind.CPU_CACHE, geometry)
-        dtype = next(kind for kind, code in WIRE_DTYPES.items() if code == geometry["act_dtype"])
+        dtype = DType[native.WireDType(int(geometry["act_dtype"])).name]
         for row in range(workers):
             worker = native.AttentionWorker(control, work, exchange, pages, sequences, row, 1, [])
             if self._timeline is not None:

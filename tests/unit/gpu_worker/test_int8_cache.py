@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from gpu_worker.errors import GeometryError
-from gpu_worker.geometry_check import WIRE_KV_DTYPES, check_geometry
-from neo_native import RowKind, SwapKind
+from gpu_worker.geometry_check import check_geometry
+from neo_native import RowKind, SwapKind, WireDType
 from protos.config import CacheConfig, DType, EngineConfig, KvCacheDType, SchedulerConfig
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import BLOCK_SIZE, MAX_LEN, Rig, Row, make_geometry
 from tests.helpers.tiny_llama import make_checkpoint
 
-INT8 = WIRE_KV_DTYPES[KvCacheDType.INT8]
+INT8 = WireDType.INT8
 # Logits of this model spread over some +-10; int8 rows err by 1/254 of their largest element.
 TOLERANCE = 0.35
 
@@ -94,7 +94,7 @@ def test_segments_of_another_cache_dtype_are_refused(checkpoint: Any, kind: KvCa
         cache=CacheConfig(block_size=BLOCK_SIZE, cpu_kv_cache_dtype=kind),
         scheduler=SchedulerConfig(max_model_len=MAX_LEN),
     )
-    right = WIRE_KV_DTYPES[kind.resolve(DType.FLOAT32)]
+    right = WireDType[kind.resolve(DType.FLOAT32).name]
     check_geometry(make_geometry(model, DType.FLOAT32, kv_dtype=right), model, config, 0)
     wrong = make_geometry(model, DType.FLOAT32, kv_dtype=(right + 1) % 4)
     with pytest.raises(GeometryError, match=f"kv_dtype is {(right + 1) % 4} in the segments"):

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_worker.errors import BadPlanError
 from gpu_worker.executor import Outcome
-from neo_native import Feature, RowKind, RowStatus, SwapKind
+from neo_native import Feature, RowKind, RowStatus, SwapKind, WireDType
 from protos.config import DType
-from tests.helpers.engine_rig import MAX_LEN, Rig, Row
+from tests.helpers.engine_rig import Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
-from tests.helpers.tiny_llama import make_checkpoint
+from tests.unit.gpu_worker.riding import (
+    LAYERS,
+    PLACES,
+    PROMPT,
+    RIDES,
+    TOLERANCE,
+    checkpoint,
+    ride,
+)
 
-TOLERANCE = 5e-5
-SLOTS = 8
-LAYERS = 3
-GROUPS, PLACES = LAYERS + 1, 2
-RIDES = {"ride_groups": GROUPS, "ride_capacity": PLACES}
-PROMPT = 20
-
-
-@pytest.fixture(scope="module", params=["llama2", "llama3.2"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(folder, request.param)
-    generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(3, 320, (SLOTS, MAX_LEN), generator=generator)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    return folder, tokens.tolist(), expected
+__all__ = ["checkpoint"]  # a fixture
 
 
 @pytest.fixture(params=["fake", "native"])
@@ -224,15 +214,6 @@ def greedy_tokens(rig: Rig, tokens: Any, count: int) -> list[list[int]]:
     return found
 
 
-def test_riders_that_do_not_follow_from_the_plans_before_are_a_bad_plan(checkpoint: Any) -> None:
-    rig = Rig(checkpoint[0], workers=0, **RIDES)
-    with pytest.raises(BadPlanError, match="plan 1: stage of group 0 is 2; it must be 0"):
-        rig.run(riders=[ride(2, PROMPT, 0)])
-    rig.run(riders=[ride(0, PROMPT, 5)])
-    with pytest.raises(BadPlanError, match="slot 3 at place 0 of group 0 was not there"):
-        rig.run(riders=[ride(1, PROMPT, 0, slot=3)])
-
-
 @pytest.mark.parametrize(("temperature", "penalty"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.5)])
 def test_tokens_planned_ahead_equal_those_of_ordinary_decodes(
     checkpoint: Any, temperature: float, penalty: float
@@ -276,69 +257,6 @@ def test_tokens_planned_ahead_equal_those_of_ordinary_decodes(
         made.close()
 
 
-def ride(stage: int, start: int, token: int, slot: int = 0, place: int = 0) -> Row:
-    return Row(slot, RowKind.RIDE_CPU, start, [token], stage == LAYERS, stage, place)
-
-
-@pytest.mark.parametrize("stuck_at", range(1, LAYERS + 1))
-def test_what_is_given_up_is_void_until_it_begins_anew(checkpoint: Any, stuck_at: int) -> None:
-    tokens, expected = checkpoint[1:]
-    side = FakeCpuSide()
-    rig = Rig(checkpoint[0], cpu_side=side, **RIDES)
-    rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT]) for s in (0, 1)])
-    rig.run([Row(2, RowKind.PREFILL_GPU, 0, tokens[2][:PROMPT])])
-    gpu = Row(2, RowKind.DECODE_GPU, PROMPT, [tokens[2][PROMPT]])
-    for stage in range(LAYERS + 1):
-        side.rides_stuck = stage == stuck_at
-        outcome = rig.run([gpu], riders=[ride(stage, PROMPT, tokens[0][PROMPT])])
-        torch.testing.assert_close(rig.logits[0][0], expected[2, PROMPT], atol=TOLERANCE, rtol=0)
-        wanted = RowStatus.COMPUTED if stage < stuck_at else RowStatus.VOIDED
-        assert outcome.status.tolist() == [RowStatus.SAMPLED, wanted]
-        assert outcome.tokens[1] == -1
-    side.rides_stuck = False
-    # The token that a void row did not sample is not there for whoever counts on it.
-    for stage in range(2):
-        assert rig.run(riders=[ride(stage, PROMPT + 1, -1)]).status.tolist() == [RowStatus.VOIDED]
-    for stage in range(LAYERS + 1):
-        outcome = rig.run(riders=[ride(stage, PROMPT, tokens[0][PROMPT])])
-    assert outcome.status.tolist() == [RowStatus.SAMPLED]
-    torch.testing.assert_close(rig.logits[0][0], expected[0, PROMPT], atol=TOLERANCE, rtol=0)
-
-
-def test_one_void_rider_of_a_group_leaves_the_other_alone(checkpoint: Any) -> None:
-    tokens, expected = checkpoint[1:]
-    rig = Rig(checkpoint[0], cpu_side=FakeCpuSide(), **RIDES)
-    # Nothing is sampled, so there is no token for -1.
-    rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT], False) for s in (0, 1)])
-    for stage in range(LAYERS + 1):
-        outcome = rig.run(
-            riders=[
-                ride(stage, PROMPT, -1),
-                ride(stage, PROMPT, tokens[1][PROMPT], slot=1, place=1),
-            ]
-        )
-        assert outcome.status[0] == RowStatus.VOIDED != outcome.status[1]
-    torch.testing.assert_close(rig.logits[0][1], expected[1, PROMPT], atol=TOLERANCE, rtol=0)
-
-
-def test_without_any_cpu_worker_riders_are_void_after_one_timeout(checkpoint: Any) -> None:
-    tokens = checkpoint[1]
-    rig = Rig(checkpoint[0], workers=0, timeout_s=0.3, **RIDES)
-    rig.run([Row(s, RowKind.PREFILL_CPU, 0, tokens[s][:PROMPT]) for s in (0, 1)])
-    first = [ride(0, PROMPT, tokens[0][PROMPT])]
-    rig.run(riders=first)
-    rig.run(riders=[ride(0, PROMPT, tokens[1][PROMPT], slot=1, place=2)])
-    # Two groups cannot have one stage: the first goes on alone, and both are given up.
-    outcome = rig.run(riders=[ride(1, PROMPT, 0)])
-    assert outcome.status.tolist() == [RowStatus.VOIDED]
-    assert outcome.times.ride_wait >= 0.3
-    outcome = rig.run(
-        riders=[ride(2, PROMPT, 0), ride(1, PROMPT, 0, slot=1, place=2)],
-    )
-    assert outcome.status.tolist() == [RowStatus.VOIDED] * 2
-    assert outcome.times.ride_wait < 0.3
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(DType.FLOAT16, 0.03), (DType.BFLOAT16, 0.25)])
 def test_half_precision_rides(checkpoint: Any, dtype: DType, tolerance: float) -> None:
     tokens, expected = checkpoint[1:]
@@ -356,7 +274,7 @@ def test_riders_of_an_int8_cache_equal_decodes_of_an_int8_cache(checkpoint: Any)
     tokens = checkpoint[1]
     logits = []
     for riding in (False, True):
-        rig = Rig(checkpoint[0], workers=1, kv_dtype=3, **RIDES)
+        rig = Rig(checkpoint[0], workers=1, kv_dtype=WireDType.INT8, **RIDES)
         rig.run([Row(0, RowKind.PREFILL_CPU, 0, tokens[0][:PROMPT])])
         for position in range(PROMPT, PROMPT + 2):
             token = tokens[0][position]

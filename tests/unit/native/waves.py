@@ -9,6 +9,9 @@ import numpy as np
 import neo_native as nn
 from tests.unit.native.rig import NONE, Rig, decode, tolerance
 
+TOKENS = [300, 17, 700, 1, 64]  # of each slot
+LAYERS = 3
+RIDES = {"n_layers": LAYERS, "ride_groups": LAYERS + 1, "ride_capacity": 3, "max_rows": 16}
 WAIT_S = 60.0
 
 

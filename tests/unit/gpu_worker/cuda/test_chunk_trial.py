@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from neo_native import WireDType
 from tests.helpers.engine_rig import Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
 from tests.helpers.tiny_llama import make_checkpoint
@@ -21,8 +22,8 @@ from gpu_worker.cuda import chunk_trial
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.chunk_trial import ChunkTrial, Sweep
 from gpu_worker.cuda.plan import HostPlan
+from tests.unit.gpu_worker.cuda.interpreted import RIDES, Device, interpretable
 from tests.unit.gpu_worker.cuda.test_copy_stages import padded
-from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, Device, interpretable
 
 __all__ = ["interpretable"]  # a fixture of every test
 
@@ -77,7 +78,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 def device(tmp_path: Path) -> Iterator[tuple[Device, Callable[[Any], HostPlan]]]:
     make_checkpoint(tmp_path, "llama3.2")
     rig = Rig(tmp_path, cpu_side=FakeCpuSide(), **RIDES)
-    made = Device(rig, tmp_path, Shape.of, kv_dtype=3)
+    made = Device(rig, tmp_path, Shape.of, kv_dtype=WireDType.INT8)
 
     def read(rows: Any) -> HostPlan:
         return made._reader.read(rig.step([Row(s, k, at, [5] * n) for s, k, at, n in rows]))

@@ -1,6 +1,6 @@
 """Swaps, later chunks and pairs of batches through the CUDA path's kernels, in the interpreter.
 
-Against the plain executor; as in ``test_ride_stages``, the cpu workers are real.
+Against the plain executor; the cpu workers are real.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from neo_native import RowKind, SwapKind
+from neo_native import RowKind, SwapKind, WireDType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
 from tests.helpers.tiny_llama import make_checkpoint
@@ -27,7 +27,7 @@ from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.plan import HostBatch
 from gpu_worker.cuda.tiles import CopyTiles
-from tests.unit.gpu_worker.cuda.test_ride_stages import RIDES, TOLERANCE, Device, interpretable
+from tests.unit.gpu_worker.cuda.interpreted import RIDES, TOLERANCE, Device, interpretable
 
 __all__ = ["interpretable"]  # a fixture of every test
 
@@ -126,7 +126,7 @@ def moved(both: Both, tokens: list[list[int]]) -> None:
         both.compare(rows, swaps=[(s, kind, at) for s in (0, 1)])
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_dtype": 3}], ids=["as computed", "int8"])
+@pytest.mark.parametrize("fields", [{}, {"kv_dtype": WireDType.INT8}], ids=["as computed", "int8"])
 def test_swapped_sequences_go_on_at_once(fields: dict[str, int], model: Any) -> None:
     both = Both(model[0], Shape.of, **fields)
     moved(both, model[1])

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import neo_native as native
-from gpu_worker.geometry_check import WIRE_KV_DTYPES
-from protos.config import DType, KvCacheDType
+from protos.config import DType
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import PAGE_SIZE, make_geometry, make_segment
 from tests.helpers.tiny_llama import make_checkpoint
@@ -31,7 +30,7 @@ ROWS = 8  # of a group: three groups, in two pages
 def test_pages_copied_out_hold_what_the_extension_would_store(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama3.2")
     config = ModelConfig.from_pretrained(tmp_path)
-    geometry = make_geometry(config, DType.FLOAT32, kv_dtype=WIRE_KV_DTYPES[KvCacheDType.INT8])
+    geometry = make_geometry(config, DType.FLOAT32, kv_dtype=native.WireDType.INT8)
     sequences_segment = make_segment(native.SegmentKind.SEQUENCES, geometry)
     sequences = native.Sequences(sequences_segment, geometry)
     sequences.page_table[0] = np.arange(sequences.page_table.shape[1])
