@@ -17,7 +17,9 @@ from neo_server.step import StageTimes, StepResult
 from neo_server.step_cost import StepLoad
 from neo_server.table_cost import TableCost
 
-FACTORS = ("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "head")
+FACTORS = (
+    *("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "staging", "head"),
+)
 BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
 _WEIGHT = 0.08  # of the newest iteration
 _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
@@ -42,6 +44,7 @@ class CorrectedCost:
         self._handoff = lru_cache(None)(base.handoff)
         self._ride_handoff = lru_cache(None)(base.ride_handoff)
         self._transfer = lru_cache(None)(base.transfer)
+        self._staging = lru_cache(None)(base.staging)
         self._head = lru_cache(None)(base.head)
         self.factors = dict.fromkeys(FACTORS, 1.0)
         self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
@@ -90,6 +93,10 @@ class CorrectedCost:
         """Between the caches."""
         return self.factors["transfer"] * self._transfer(tokens)
 
+    def staging(self, tokens: float) -> float:
+        """Of earlier chunks."""
+        return self.factors["staging"] * self._staging(tokens)
+
     def head(self, sampled: float) -> float:
         """Per iteration."""
         return self.factors["head"] * self._head(sampled)
@@ -100,7 +107,7 @@ class CorrectedCost:
             self.base.refresh()
         for kept in (
             *(self._linear, self._prefill_attn, self._gpu_attn, self._cpu_attn),
-            *(self._handoff, self._ride_handoff, self._transfer, self._head),
+            *(self._handoff, self._ride_handoff, self._transfer, self._staging, self._head),
         ):
             kept.cache_clear()
 
@@ -178,16 +185,19 @@ class CorrectedCost:
             self._learn_cpu(stages, layers, shared_out, floor)
 
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
-        """One measured time for two kinds of stage: each is corrected by its predicted share."""
+        """One measured time for three kinds of stage: each is corrected by its predicted share."""
         prefill = layers * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs)
         decode = layers * sum(
             self.gpu_attn(b.gpu_rows, b.gpu_tokens) for b in load.batches if b.gpu_rows
         )
-        total = prefill + decode
+        staging = layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        total = prefill + decode + staging
         if total <= 0.0 or max(measured, total) < floor:
             return
         self._move("prefill_attn", measured / total, prefill / total)
         self._move("gpu_attn", measured / total, decode / total)
+        if staging:
+            self._move("staging", measured / total, staging / total)
 
     def _learn_cpu(
         self, stages: list[Stages], layers: int, times: StageTimes, floor: float

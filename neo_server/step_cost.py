@@ -85,7 +85,7 @@ def _load(step: Step, part: slice) -> Load:
     kind, start, n_new = step.kind[part], step.start[part], step.n_new[part]
     sample = step.sample[part]
     on_gpu, on_cpu = kind == RowKind.DECODE_GPU, kind == RowKind.DECODE_CPU
-    prefill = ~(on_gpu | on_cpu)
+    prefill, to_cpu = ~(on_gpu | on_cpu), kind == RowKind.PREFILL_CPU
     pairs = 0.0
     if prefill.any():
         new = n_new[prefill]
@@ -97,6 +97,7 @@ def _load(step: Step, part: slice) -> Load:
         gpu_tokens=int(start[on_gpu].sum() + on_gpu.sum()),
         cpu_rows=int(on_cpu.sum()),
         cpu_tokens=int(start[on_cpu].sum() + on_cpu.sum()),
-        moved=int(n_new[kind == RowKind.PREFILL_CPU].sum()),
+        moved=int(n_new[to_cpu].sum()),
         sampled=int(sample.sum()),
+        staged=int(start[to_cpu].sum()),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from neo_server.cost_model import Load, Ride, iteration_time
+from neo_server.cost_model import FreeCost, Load, Ride, iteration_time, plan_time
 from neo_server.plan import Mode, Place, Plan, Seqs, SeqView, View
 from neo_server.policies import neo
 from neo_server.policies.candidates import Worth
@@ -111,3 +111,17 @@ def test_prompts_are_prefilled_on_the_cpu_while_gpu_places_get_free() -> None:
     full = view(*parked, waiting=waiting, modes=modes, **lengths)
     rows = [row for batch in neo.plan(full, H200).batches for row in batch]
     assert not [row for row in rows if row.seq >= 500]
+
+
+@pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
+def test_the_estimate_of_a_plan_counts_what_a_later_chunk_fetches_from_the_cpu_cache(
+    place: Place,
+) -> None:
+    begun = view(SeqView(30, place, 900, 600, 57 if place is Place.GPU else 15))
+    dear, free = (FreeCost(num_layers=4, moved_s_per_token=seconds) for seconds in (1e-6, 0.0))
+    plan = neo.plan(begun, dear)
+    (rows,) = plan.batches
+    assert rows.n_new[rows.seq == 30] == 300
+    fetched = 600 if place is Place.CPU else 0
+    assert plan.estimate_s == pytest.approx(plan_time(dear, plan, begun))
+    assert plan.estimate_s - plan_time(free, plan, begun) == pytest.approx(4e-6 * fetched)
