@@ -13,6 +13,22 @@ from neo_server.policies.candidates import Worth
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
+
+
+class Fetching(RooflineCost):
+    """Earlier chunks cost so many times what a copy of them does."""
+
+    TIMES = 0.0
+
+    def staging(self, tokens: float) -> float:
+        return self.TIMES * super().staging(tokens)
+
+
+class Dear(Fetching):
+    TIMES = 200.0
+
+
+FREE, DEAR = (kind(H200.hardware, H200.model, kv_scale=0.5) for kind in (Fetching, Dear))
 GROUPS = H200.num_layers + 1
 CAPACITY = 16
 DECODES = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
@@ -102,15 +118,52 @@ def test_prompts_are_prefilled_on_the_cpu_while_gpu_places_get_free() -> None:
     lengths = {"mean_prompt": 1000.0, "mean_output": 300.0}
     modes = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH))
     no_offload = view(waiting=waiting, modes=modes, **lengths)
-    plan = neo.plan(no_offload, H200)
+    plan = neo.plan(no_offload, FREE)
     (batch,) = plan.batches
-    admitted = [row for row in batch if row.seq >= 500]
-    assert [row.seq for row in admitted] == [500]
-    assert Place.of(admitted[0].kind) is Place.CPU
+    begun = [row for row in batch if row.seq >= 500]
+    assert [row.seq for row in begun] == [500]
+    assert Place.of(begun[0].kind) is Place.CPU
     parked = tuple(decode(100 + i, Place.CPU) for i in range(4))
     full = view(*parked, waiting=waiting, modes=modes, **lengths)
-    rows = [row for batch in neo.plan(full, H200).batches for row in batch]
+    rows = [row for batch in neo.plan(full, FREE).batches for row in batch]
     assert not [row for row in rows if row.seq >= 500]
+
+
+def admitted(cost: RooflineCost, *prompts: int, **changes: object) -> list[int]:
+    """Tokens of each of the prompts that wait which the next iteration takes."""
+    waiting = tuple(SeqView(500 + i, Place.NOWHERE, n, 0, 0) for i, n in enumerate(prompts))
+    (batch, *_) = neo.plan(view(waiting=waiting, mean_prompt=1000.0, **changes), cost).batches
+    tokens: list[int] = batch.n_new[batch.seq >= 500].tolist()
+    return tokens
+
+
+def test_nobody_waits_in_the_cpu_cache_who_fetches_longer_than_a_row_decodes() -> None:
+    merged = {"mean_output": 300.0, "modes": frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH))}
+    assert 0 < sum(admitted(FREE, 1000, **merged)) < 1000
+    assert not admitted(H200, 1000, **merged)
+    assert admitted(H200, 20, **merged) == [20]  # in one chunk
+
+
+def test_a_prompt_whose_chunks_fetch_more_than_its_tokens_are_worth_waits_for_the_gpu() -> None:
+    crowd = {"mean_output": 300.0, "seats_free": 230}
+    assert 0 < sum(admitted(H200, 1000, max_num_batched_tokens=512, **crowd)) < 512
+    assert not admitted(DEAR, 1000, max_num_batched_tokens=512, **crowd)
+    assert admitted(DEAR, 1000, **crowd) == [1000]  # in one chunk
+    nowhere_else = {"gpu_blocks_total": 62, **crowd}
+    assert admitted(DEAR, 1000, max_num_batched_tokens=512, **nowhere_else)
+
+
+def test_a_prompt_that_has_begun_on_the_cpu_goes_on_in_chunks_by_what_they_fetch() -> None:
+    begun = view(SeqView(100, Place.CPU, 1000, 64, 16))
+    (little,), (much,) = (neo.plan(begun, cost).batches for cost in (FREE, DEAR))
+    assert 0 < little.n_new[little.seq == 100] < much.n_new[much.seq == 100] == 1000 - 64
+
+
+def test_a_prompt_that_the_next_iteration_takes_whole_is_not_cut() -> None:
+    crowd = {"mean_output": 20.0}
+    first, *more = admitted(H200, 100, 1000, max_num_batched_tokens=1100, **crowd)
+    assert (first, more) == (100, [])
+    assert admitted(H200, 100, 1000, max_num_batched_tokens=1200, **crowd) == [100, 1000]
 
 
 @pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
