@@ -85,11 +85,12 @@ def _load(step: Step, part: slice) -> Load:
     kind, start, n_new = step.kind[part], step.start[part], step.n_new[part]
     sample = step.sample[part]
     on_gpu, on_cpu = kind == RowKind.DECODE_GPU, kind == RowKind.DECODE_CPU
-    prefill, to_cpu = ~(on_gpu | on_cpu), kind == RowKind.PREFILL_CPU
-    pairs = 0.0
+    prefill = ~(on_gpu | on_cpu)
+    pairs, moved, staged = 0.0, 0, 0
     if prefill.any():
-        new = n_new[prefill]
+        new, to_cpu = n_new[prefill], kind == RowKind.PREFILL_CPU
         pairs = float((new * (start[prefill] + (new + 1) / 2)).sum())
+        moved, staged = int(n_new[to_cpu].sum()), int(start[to_cpu].sum())
     return Load(
         tokens=int(n_new.sum()),
         pairs=pairs,
@@ -97,7 +98,7 @@ def _load(step: Step, part: slice) -> Load:
         gpu_tokens=int(start[on_gpu].sum() + on_gpu.sum()),
         cpu_rows=int(on_cpu.sum()),
         cpu_tokens=int(start[on_cpu].sum() + on_cpu.sum()),
-        moved=int(n_new[to_cpu].sum()),
+        moved=moved,
         sampled=int(sample.sum()),
-        staged=int(start[to_cpu].sum()),
+        staged=staged,
     )
