@@ -26,6 +26,9 @@ _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this mu
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
+# Of an iteration, that what later chunks fetch must take by the profile to be learned from as its
+# rest: errors of all others are in it.
+_LEAST_FETCHED = 0.05
 
 
 class CorrectedCost:
@@ -150,8 +153,11 @@ class CorrectedCost:
         by its predicted share of it, so that iterations of different kinds tell stages apart. Not
         learned from: iterations with copies between the caches, which no sum accounts for. Late
         riders are waited for beside the GPU's attention, so that no sum is left then.
+
+        What later chunks on the CPU fetch has no other witness: iterations with them tell it alone.
         """
-        if any(batch.moved or batch.awaited for batch in load.batches):
+        staging = self.num_layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        if load.swaps or (not staging and any(b.moved or b.awaited for b in load.batches)):
             return
         if times.ride_wait > floor:
             self._learn_riders(load, times, measured, floor)
@@ -168,6 +174,10 @@ class CorrectedCost:
         parts["gpu_attn"] = layers * sum(s.gpu_attn for s in stages) - parts["prefill_attn"]
         total = sum(parts.values())
         if total <= 0.0 or work <= 0.0:
+            return
+        if staging:
+            if staging > _LEAST_FETCHED * measured * self.factors["staging"]:
+                self._move("staging", (work - (total - staging)) / staging)
             return
         for name, seconds in parts.items():
             self._move(name, work / total, seconds / total)

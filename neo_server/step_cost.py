@@ -26,6 +26,7 @@ class StepLoad:
 
     batches: tuple[Load, ...]
     ride: Ride = NO_RIDE
+    swaps: bool = False  # between the caches, beside or before it
 
     def seconds(self, cost: CostModel) -> float:
         """How long ``cost`` says that it takes."""
@@ -69,7 +70,7 @@ def load_of_step(step: Step, *, swaps: bool = True) -> StepLoad:
             else:
                 loads[0].moved += swap.n_tokens
     ride = _ride(step, slice(first + second, None)) if riders else NO_RIDE
-    return StepLoad(tuple(loads), ride)
+    return StepLoad(tuple(loads), ride, swaps and len(step.swaps) > 0)
 
 
 def _ride(step: Step, part: slice) -> Ride:

@@ -180,8 +180,8 @@ class _Paying:
         chunk = limit - base.gpu_rows
         if busy and not never and not worth_fetching(view, cost, worth.token, seq, chunk):
             return False
-        if base.tokens > base.gpu_rows and limit - base.tokens < seq.remaining <= chunk:
-            return False  # it would be cut, and the next iteration takes it whole
+        if base.tokens > base.gpu_rows and 2 * (limit - base.tokens) < seq.remaining <= chunk:
+            return False  # less than half would begin of what the next iteration takes whole
         if self._places is None:
             room = _waiting_room(view, cost, worth, chunk, base, seq)
             self._places = max(self.more(seq), room - len(cpu))

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from neo_server.correction import BOUND, CorrectedCost
+from neo_server.correction import BOUND, FACTORS, CorrectedCost
 from neo_server.cost_model import (
     FreeCost,
     Load,
@@ -246,6 +247,27 @@ def test_a_device_that_times_its_stages_tells_what_later_chunks_fetch() -> None:
         believed.learn(load, load.seconds(believed), result)
     assert believed.staging(6000) < 0.5 * 4.0 * truth.staging(6000)
     assert load.seconds(believed) == pytest.approx(load.seconds(truth), rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [1.0, 4.0, 0.25])
+def test_what_later_chunks_fetch_is_told_by_their_iterations_where_nobody_times_stages(
+    wrong: float,
+) -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+    later = StepLoad((base.with_prefill(128, 2000, moved=True, last=False),))
+
+    def learned(load: StepLoad) -> CorrectedCost:
+        believed = CorrectedCost(Skewed(truth, staging=wrong))
+        for _ in range(60):
+            result = StepResult(1, [], [], load.seconds(truth), StageTimes())
+            believed.learn(load, load.seconds(believed), result)
+        return believed
+
+    believed = learned(later)
+    assert believed.staging(2000) == pytest.approx(truth.staging(2000), rel=0.05)
+    assert {believed.factors[name] for name in FACTORS if name != "staging"} == {1.0}
+    assert set(learned(replace(later, swaps=True)).factors.values()) == {1.0}
 
 
 def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:

@@ -159,11 +159,12 @@ def test_a_prompt_that_has_begun_on_the_cpu_goes_on_in_chunks_by_what_they_fetch
     assert 0 < little.n_new[little.seq == 100] < much.n_new[much.seq == 100] == 1000 - 64
 
 
-def test_a_prompt_that_the_next_iteration_takes_whole_is_not_cut() -> None:
-    crowd = {"mean_output": 20.0}
-    first, *more = admitted(H200, 100, 1000, max_num_batched_tokens=1100, **crowd)
-    assert (first, more) == (100, [])
-    assert admitted(H200, 100, 1000, max_num_batched_tokens=1200, **crowd) == [100, 1000]
+def test_less_than_half_of_a_prompt_is_not_begun_where_the_next_iteration_takes_it_whole() -> None:
+    crowd = {"mean_output": 20.0, "max_num_batched_tokens": 24 + 1100}
+    assert admitted(H200, 700, 1000, **crowd) == [700]
+    assert admitted(H200, 500, 1000, **crowd) == [500, 600]
+    assert admitted(H200, 100, 1000, **crowd) == [100, 1000]
+    assert admitted(H200, 700, 2000, **crowd) == [700, 400]  # that is cut in any case
 
 
 @pytest.mark.parametrize("place", [Place.GPU, Place.CPU])

@@ -97,6 +97,7 @@ def test_a_step_waits_for_swaps_of_its_own_rows_only() -> None:
     (load,) = load_of_step(step((0, 1), *swaps)).batches
     assert (load.awaited, load.moved) == (4, 3)
     (bare,) = load_of_step(step((0, 1), *swaps), swaps=False).batches
+    assert [load_of_step(step((0, 1), *s)).swaps for s in (swaps, ())] == [True, False]
     assert (bare.awaited, bare.moved) == (0, 0)
 
 
