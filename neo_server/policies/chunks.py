@@ -16,7 +16,7 @@ _LARGE_STEP = 256
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 # A crowd on the CPU counts for this much of what it would decode: it is long until it has earned
 # its prompts. A guess between two machines (docs/decisions.md).
-_CROWD = 0.25
+_CROWD = 0.1
 
 
 def chunk_limit(

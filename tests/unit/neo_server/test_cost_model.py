@@ -270,6 +270,15 @@ def test_what_later_chunks_fetch_is_told_by_their_iterations_where_nobody_times_
     assert set(learned(replace(later, swaps=True)).factors.values()) == {1.0}
 
 
+def test_of_little_that_a_chunk_fetches_errors_of_other_stages_tell_nothing() -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(Skewed(truth, linear=0.7))
+    little = StepLoad((Load().with_prefill(512, 64, moved=True, last=False),))
+    result = StepResult(1, [], [], little.seconds(truth), StageTimes())
+    believed.learn(little, little.seconds(believed), result)
+    assert believed.factors["staging"] == 1.0
+
+
 def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:
     truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
     believed = CorrectedCost(truth.with_cpu_bandwidth(4.0))  # the CPU is slower than believed
