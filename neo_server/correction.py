@@ -17,13 +17,18 @@ from neo_server.step import StageTimes, StepResult
 from neo_server.step_cost import StepLoad
 from neo_server.table_cost import TableCost
 
-FACTORS = ("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "head")
+FACTORS = (
+    *("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "staging", "head"),
+)
 BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
 _WEIGHT = 0.08  # of the newest iteration
 _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
+# Of an iteration, that what later chunks fetch must take by the profile to be learned from as its
+# rest: errors of all others are in it.
+_LEAST_FETCHED = 0.05
 
 
 class CorrectedCost:
@@ -42,6 +47,7 @@ class CorrectedCost:
         self._handoff = lru_cache(None)(base.handoff)
         self._ride_handoff = lru_cache(None)(base.ride_handoff)
         self._transfer = lru_cache(None)(base.transfer)
+        self._staging = lru_cache(None)(base.staging)
         self._head = lru_cache(None)(base.head)
         self.factors = dict.fromkeys(FACTORS, 1.0)
         self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
@@ -90,6 +96,10 @@ class CorrectedCost:
         """Between the caches."""
         return self.factors["transfer"] * self._transfer(tokens)
 
+    def staging(self, tokens: float) -> float:
+        """Of earlier chunks."""
+        return self.factors["staging"] * self._staging(tokens)
+
     def head(self, sampled: float) -> float:
         """Per iteration."""
         return self.factors["head"] * self._head(sampled)
@@ -100,7 +110,7 @@ class CorrectedCost:
             self.base.refresh()
         for kept in (
             *(self._linear, self._prefill_attn, self._gpu_attn, self._cpu_attn),
-            *(self._handoff, self._ride_handoff, self._transfer, self._head),
+            *(self._handoff, self._ride_handoff, self._transfer, self._staging, self._head),
         ):
             kept.cache_clear()
 
@@ -143,8 +153,11 @@ class CorrectedCost:
         by its predicted share of it, so that iterations of different kinds tell stages apart. Not
         learned from: iterations with copies between the caches, which no sum accounts for. Late
         riders are waited for beside the GPU's attention, so that no sum is left then.
+
+        What later chunks on the CPU fetch has no other witness: iterations with them tell it alone.
         """
-        if any(batch.moved or batch.awaited for batch in load.batches):
+        staging = self.num_layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        if load.swaps or (not staging and any(b.moved or b.awaited for b in load.batches)):
             return
         if times.ride_wait > floor:
             self._learn_riders(load, times, measured, floor)
@@ -162,6 +175,10 @@ class CorrectedCost:
         total = sum(parts.values())
         if total <= 0.0 or work <= 0.0:
             return
+        if staging:
+            if staging > _LEAST_FETCHED * measured * self.factors["staging"]:
+                self._move("staging", (work - (total - staging)) / staging)
+            return
         for name, seconds in parts.items():
             self._move(name, work / total, seconds / total)
         scale = work / total * layers
@@ -178,16 +195,19 @@ class CorrectedCost:
             self._learn_cpu(stages, layers, shared_out, floor)
 
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
-        """One measured time for two kinds of stage: each is corrected by its predicted share."""
+        """One measured time for three kinds of stage: each is corrected by its predicted share."""
         prefill = layers * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs)
         decode = layers * sum(
             self.gpu_attn(b.gpu_rows, b.gpu_tokens) for b in load.batches if b.gpu_rows
         )
-        total = prefill + decode
+        staging = layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        total = prefill + decode + staging
         if total <= 0.0 or max(measured, total) < floor:
             return
         self._move("prefill_attn", measured / total, prefill / total)
         self._move("gpu_attn", measured / total, decode / total)
+        if staging:
+            self._move("staging", measured / total, staging / total)
 
     def _learn_cpu(
         self, stages: list[Stages], layers: int, times: StageTimes, floor: float

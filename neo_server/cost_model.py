@@ -49,6 +49,12 @@ class CostModel(Protocol):
     def transfer(self, tokens: float) -> float:
         """Moving K and V of ``tokens`` between the caches."""
 
+    def staging(self, tokens: float) -> float:
+        """By how much a layer is longer for ``tokens`` that it fetches from the CPU-cache.
+
+        Those before a later chunk of a prefill there, which attends over them.
+        """
+
     def head(self, sampled: float) -> float:
         """Once per iteration: embedding, logits, sampling, and all that is fixed."""
 
@@ -66,21 +72,23 @@ class Load:
     moved: float = 0  # tokens between the caches: CPU-bound prefills, and swaps beside it
     sampled: float = 0
     awaited: float = 0  # tokens of swaps that have to be through before it begins
+    staged: float = 0  # tokens before its later chunks of prefills on the CPU
 
     def with_cpu(self, rows: float, tokens: float) -> Load:
         """With that many CPU decodes more."""
         return Load(
             *(self.tokens + rows, self.pairs, self.gpu_rows, self.gpu_tokens),
             *(self.cpu_rows + rows, self.cpu_tokens + tokens, self.moved, self.sampled + rows),
-            self.awaited,
+            *(self.awaited, self.staged),
         )
 
     def with_prefill(self, n_new: int, start: int, *, moved: bool, last: bool) -> Load:
-        """With a chunk more."""
+        """With a chunk more. ``moved``: of a prefill on the CPU."""
         return Load(
             *(self.tokens + n_new, self.pairs + pairs_of(n_new, start)),
             *(self.gpu_rows, self.gpu_tokens, self.cpu_rows, self.cpu_tokens),
             *(self.moved + (n_new if moved else 0), self.sampled + last, self.awaited),
+            self.staged + (start if moved else 0),
         )
 
     def with_riders(self, tokens: float, sampled: float) -> Load:
@@ -88,6 +96,7 @@ class Load:
         return Load(
             *(self.tokens + tokens, self.pairs, self.gpu_rows, self.gpu_tokens),
             *(self.cpu_rows, self.cpu_tokens, self.moved, self.sampled + sampled, self.awaited),
+            self.staged,
         )
 
 
@@ -135,7 +144,7 @@ class Stages:
     """Per-layer times of one sub-batch."""
 
     linear: float
-    gpu_attn: float
+    gpu_attn: float  # with what it waits for earlier chunks from the CPU-cache
     cpu_attn: float
     handoff: float
 
@@ -145,6 +154,8 @@ class Stages:
         gpu_attn = cost.prefill_attn(load.pairs) if load.pairs else 0.0
         if load.gpu_rows:
             gpu_attn += cost.gpu_attn(load.gpu_rows, load.gpu_tokens)
+        if load.staged:
+            gpu_attn += cost.staging(load.staged)
         return Stages(
             cost.linear(load.tokens) if load.tokens else 0.0,
             gpu_attn,
@@ -202,6 +213,7 @@ def load_of(rows: Rows, seqs: Seqs) -> Load:
     decode = rows.kind >= RowKind.DECODE_GPU
     on_gpu, on_cpu = rows.kind == RowKind.DECODE_GPU, rows.kind == RowKind.DECODE_CPU
     new, start = rows.n_new[~decode], seqs.num_computed[~decode]
+    to_cpu = rows.kind == RowKind.PREFILL_CPU
     return Load(
         tokens=int(rows.n_new.sum()),
         pairs=float((new * (start + (new + 1) / 2)).sum()),
@@ -209,8 +221,9 @@ def load_of(rows: Rows, seqs: Seqs) -> Load:
         gpu_tokens=int(seqs.num_tokens[on_gpu].sum()),
         cpu_rows=int(on_cpu.sum()),
         cpu_tokens=int(seqs.num_tokens[on_cpu].sum()),
-        moved=int(rows.n_new[rows.kind == RowKind.PREFILL_CPU].sum()),
+        moved=int(rows.n_new[to_cpu].sum()),
         sampled=int((seqs.num_computed + rows.n_new == seqs.num_tokens).sum()),
+        staged=int(seqs.num_computed[to_cpu].sum()),
     )
 
 
@@ -283,6 +296,10 @@ class FreeCost:
     def transfer(self, tokens: float) -> float:
         """In proportion to the tokens."""
         return self._moved_s_per_token * tokens
+
+    def staging(self, tokens: float) -> float:
+        """As any copy."""
+        return self.transfer(tokens)
 
     def head(self, sampled: float) -> float:
         """Fixed."""

@@ -200,6 +200,10 @@ class RooflineCost:
         """K and V over PCIe."""
         return self._rates.moved_token_s * tokens
 
+    def staging(self, tokens: float) -> float:
+        """The same: none of it is hidden."""
+        return self.transfer(tokens)
+
     def head(self, sampled: float) -> float:
         """Logits, and what every iteration costs."""
         fixed = self.hardware.overhead_ms * 1e-3

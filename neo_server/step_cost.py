@@ -26,6 +26,7 @@ class StepLoad:
 
     batches: tuple[Load, ...]
     ride: Ride = NO_RIDE
+    swaps: bool = False  # between the caches, beside or before it
 
     def seconds(self, cost: CostModel) -> float:
         """How long ``cost`` says that it takes."""
@@ -69,7 +70,7 @@ def load_of_step(step: Step, *, swaps: bool = True) -> StepLoad:
             else:
                 loads[0].moved += swap.n_tokens
     ride = _ride(step, slice(first + second, None)) if riders else NO_RIDE
-    return StepLoad(tuple(loads), ride)
+    return StepLoad(tuple(loads), ride, swaps and len(step.swaps) > 0)
 
 
 def _ride(step: Step, part: slice) -> Ride:
@@ -86,10 +87,11 @@ def _load(step: Step, part: slice) -> Load:
     sample = step.sample[part]
     on_gpu, on_cpu = kind == RowKind.DECODE_GPU, kind == RowKind.DECODE_CPU
     prefill = ~(on_gpu | on_cpu)
-    pairs = 0.0
+    pairs, moved, staged = 0.0, 0, 0
     if prefill.any():
-        new = n_new[prefill]
+        new, to_cpu = n_new[prefill], kind == RowKind.PREFILL_CPU
         pairs = float((new * (start[prefill] + (new + 1) / 2)).sum())
+        moved, staged = int(n_new[to_cpu].sum()), int(start[to_cpu].sum())
     return Load(
         tokens=int(n_new.sum()),
         pairs=pairs,
@@ -97,6 +99,7 @@ def _load(step: Step, part: slice) -> Load:
         gpu_tokens=int(start[on_gpu].sum() + on_gpu.sum()),
         cpu_rows=int(on_cpu.sum()),
         cpu_tokens=int(start[on_cpu].sum() + on_cpu.sum()),
-        moved=int(n_new[kind == RowKind.PREFILL_CPU].sum()),
+        moved=moved,
         sampled=int(sample.sum()),
+        staged=staged,
     )

@@ -207,6 +207,10 @@ class TableCost:
         """Between the caches."""
         return self._scale * self.table.transfer.at(tokens)
 
+    def staging(self, tokens: float) -> float:
+        """As any copy between the caches."""
+        return self.transfer(tokens)
+
     def head(self, sampled: float) -> float:
         """Per iteration."""
         return self._scale * self.table.head.at(sampled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from neo_server.cost_model import CostModel, Load, iteration_time, pairs_of
 from neo_server.plan import Place, Seqs
@@ -15,22 +16,31 @@ _LARGE_STEP = 256
 _SPARE = 1.25  # prefill beyond the mean demand, since it comes in bursts
 # A crowd on the CPU counts for this much of what it would decode: it is long until it has earned
 # its prompts. A guess between two machines (docs/decisions.md).
-_CROWD = 0.25
+_CROWD = 0.1
 
 
-def chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs, more: float = 0.0) -> int:
+def chunk_limit(
+    draft: Draft,
+    cost: CostModel,
+    base: Load,
+    started: Seqs,
+    more: float = 0.0,
+    cpu_prompt: int = 0,
+) -> int:
     """Tokens of batch-0, the decodes of ``base`` included. ``started``: prompts in the making.
 
     Those with which a prompt token costs least, or more where prompts are long against outputs: as
     many as keep the caches full of decodes, by the lengths seen lately. Targets change it.
     ``more``: tokens that requests would decode on the CPU if their prompts were there.
+    ``cpu_prompt``: tokens of the prompt that comes first, where it goes to the CPU-cache.
     """
     view = draft.view
     most = view.max_num_batched_tokens
     if not (view.enable_chunked_prefill and (len(started) or view.waiting)):
         return most
     least = int(base.tokens) + 1  # some prefill always advances
-    limit = max(cheapest(cost, base, most, _awaited(draft, started) + _CROWD * more), least)
+    awaited = _awaited(draft, started) + _CROWD * more
+    limit = max(cheapest(cost, base, most, awaited, cpu_prompt), least)
     if view.mean_output:
         holds = view.gpu_blocks_total * view.block_size
         rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
@@ -40,6 +50,8 @@ def chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs, more: 
         limit = _hurried(draft, cost, base, limit, started)
     if view.tpot_slo_s is None:
         return limit
+    if cpu_prompt and len(started):
+        base = replace(base, staged=base.staged + int(started.num_computed[0]))
     low, high = least, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -51,12 +63,14 @@ def chunk_limit(draft: Draft, cost: CostModel, base: Load, started: Seqs, more: 
     return low
 
 
-def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
+def cheapest(cost: CostModel, base: Load, most: int, awaited: float, cpu_prompt: int = 0) -> int:
     """Tokens of an iteration, ``base`` included, with which a prompt token costs least.
 
     It costs the time that the chunk adds to the iteration, and what the sequences that wait for
     prompts (``awaited``) would have decoded in it: of the decodes' time their share of all rows. So
     chunks are large while caches fill, and small where each finished sequence is replaced by one.
+    Prompts of ``cpu_prompt`` tokens go to the CPU-cache: unless an iteration takes whole ones, it
+    fetches what was there of the one before.
     """
     before = int(base.tokens)
     alone = iteration_time(cost, [base]) if before else 0.0
@@ -64,13 +78,31 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float) -> int:
     # By layer, as what a chunk adds: other stages take what they take without it.
     missed = alone * awaited / (base.gpu_rows + awaited) / cost.num_layers
     least, chosen = float("inf"), most
-    for tokens in _sizes(before, most):
-        n_new = tokens - before
-        added = cost.linear(tokens) - linear + cost.prefill_attn(pairs_of(n_new, 0))
+    for tokens, n_new, fetched in _offers(cost, before, most, cpu_prompt):
+        pairs = n_new * cpu_prompt / 2 if cpu_prompt else pairs_of(n_new, 0)
+        added = cost.linear(before + n_new) - linear + cost.prefill_attn(pairs) + fetched
         price = (added + missed) / n_new
         if price <= least:
             least, chosen = price, tokens
     return chosen
+
+
+def _offers(
+    cost: CostModel, before: int, most: int, cpu_prompt: int
+) -> Iterator[tuple[int, int, float]]:
+    """Sizes to look at, the prompt tokens in them, and a layer's seconds for what they fetch.
+
+    Where prompts are cut one is in each iteration, and half of it is there already, on average.
+    """
+    fetched, most_whole = cost.staging(cpu_prompt / 2) if cpu_prompt else 0.0, 0
+    for tokens in _sizes(before, most):
+        n_new = tokens - before
+        whole = n_new // cpu_prompt * cpu_prompt if cpu_prompt else 0
+        if not whole:
+            yield tokens, n_new, fetched
+        elif whole > most_whole:
+            yield tokens, whole, 0.0
+            most_whole = whole
 
 
 def _sizes(above: int, most: int) -> Iterator[int]:

@@ -19,6 +19,7 @@ from neo_server.plan import Ints, Mode, Place, Plan, Seqs, SeqView, View
 from neo_server.policies.candidates import Choice, Worth, best
 from neo_server.policies.chunks import chunk_limit
 from neo_server.policies.draft import Draft, decode_load
+from neo_server.policies.fetching import fetching, first_on_cpu, worth_fetching
 from neo_server.policies.population import population
 from neo_server.policies.queue import Orders
 from neo_server.policies.resting import rest
@@ -125,16 +126,16 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
     """Steps 3 and 5. Returns batch-0 without CPU decodes."""
     started = gpu.take(~gpu.is_decode).plus(cpu.take(~cpu.is_decode))
     pays = _Paying(draft, cost, worth, gpu, cpu)
-    limit = chunk_limit(draft, cost, base, started, pays.rows())
-    on_cpu = set(cpu.id.tolist())
+    on_cpu, more = set(cpu.id.tolist()), pays.rows()
+    cpu_prompt = first_on_cpu(draft.view, started, on_cpu, more)
+    limit = chunk_limit(draft, cost, base, started, more, cpu_prompt)
     for seq in started:
         place = Place.CPU if seq.id in on_cpu else Place.GPU
         n_new = draft.prefill(seq, place, limit - int(base.tokens))
         base = _added(base, seq, n_new, place)
     if draft.preempted or draft.swap_out or _starving(draft.view, cpu):
         return base
-    view, gpu_decodes, cpu_places = draft.view, int(base.gpu_rows), -1
-    busy = pays.busy
+    view, gpu_decodes, busy = draft.view, int(base.gpu_rows), pays.busy
     for seq in view.waiting:
         if busy and limit <= base.tokens:
             break
@@ -142,16 +143,9 @@ def _prefill(draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs, 
         place = Place.GPU
         if not draft.can_admit(seq, Place.GPU, reserve):
             place = Place.CPU
-            if pays.crowded and (len(gpu) or busy):
-                break
-            if cpu_places < 0:
-                room = _waiting_room(view, cost, base, limit, seq)
-                cpu_places = max(pays.more(seq), room - len(cpu))
-            never = view.need(seq, Place.GPU) > view.gpu_blocks_total
-            if cpu_places == 0 and not (never and not busy):
+            if not pays.takes(seq, base, limit, busy):
                 break
             reserve = -(-len(cpu) // view.page_size) if busy else 0
-            cpu_places = max(cpu_places - 1, 0)
         n_new = draft.admit(seq, place, reserve, limit - int(base.tokens))
         if not n_new:
             break
@@ -165,6 +159,7 @@ class _Paying:
     def __init__(self, draft: Draft, cost: CostModel, worth: Worth, gpu: Seqs, cpu: Seqs) -> None:
         self._asked = draft, cost, worth, gpu, cpu
         self._more: int | None = None
+        self._places: int | None = None  # on the CPU, left in this plan
         view = draft.view
         self.busy = bool(len(gpu) or len(cpu))
         self.crowded = bool(len(view.running) > _CROWD and view.plan_id % _CONSIDERED)
@@ -175,8 +170,28 @@ class _Paying:
             self._more = _cpu_places(*self._asked, head)
         return self._more
 
+    def takes(self, seq: SeqView, base: Load, limit: int, busy: bool) -> bool:
+        """The CPU-cache is the place for the next that waits, which has none on the GPU."""
+        draft, cost, worth, gpu, cpu = self._asked
+        view = draft.view
+        if self.crowded and (len(gpu) or busy):
+            return False
+        never = view.need(seq, Place.GPU) > view.gpu_blocks_total
+        chunk = limit - base.gpu_rows
+        if busy and not never and not worth_fetching(view, cost, worth.token, seq, chunk):
+            return False
+        if base.tokens > base.gpu_rows and 2 * (limit - base.tokens) < seq.remaining <= chunk:
+            return False  # less than half would begin of what the next iteration takes whole
+        if self._places is None:
+            room = _waiting_room(view, cost, worth, chunk, base, seq)
+            self._places = max(self.more(seq), room - len(cpu))
+        if self._places == 0 and not (never and not busy):
+            return False
+        self._places = max(self._places - 1, 0)
+        return True
+
     def rows(self) -> float:
-        """The same by what they decode in an iteration; 0 while the GPU-cache has room."""
+        """By what they decode in an iteration; 0 while the GPU-cache has room."""
         draft, _, _, _, cpu = self._asked
         view = draft.view
         if not view.waiting or (self.crowded and self.busy):
@@ -213,16 +228,21 @@ def _cpu_places(
     return max(wanted - len(cpu), 0)
 
 
-def _waiting_room(view: View, cost: CostModel, base: Load, limit: int, head: SeqView) -> int:
+def _waiting_room(
+    view: View, cost: CostModel, worth: Worth, chunk: float, base: Load, head: SeqView
+) -> int:
     """CPU places for prompts that are prefilled while GPU places for them get free.
 
     A prompt takes the room of the whole sequence while nothing of it decodes. In the CPU-cache it
     takes none of the GPU's, and comes over when it is whole: as many as end in the meantime, and
-    their spread, as sequences end at random.
+    their spread, as sequences end at random. None where what its chunks fetch costs more than one
+    more row would decode meanwhile.
     """
     if not (view.mean_output and _passes_through(view, cost)):
         return 0
-    iterations = head.remaining / max(limit - base.gpu_rows, 1.0)
+    iterations = head.remaining / max(chunk, 1.0)
+    if fetching(cost, head, chunk) > iterations * worth.token:
+        return 0
     ends = iterations * base.gpu_rows / view.mean_output
     return ceil(ends + sqrt(ends))
 

@@ -59,6 +59,43 @@ def test_a_small_chunk_is_cheaper_by_the_token_and_chosen_while_one_row_waits() 
     assert price(SMOOTH, chosen) < 0.5 * price(SMOOTH, 512)
 
 
+class Fetching(Rounded):
+    """Earlier chunks cost so many times what a copy of them does."""
+
+    TIMES = 100.0
+
+    def staging(self, tokens: float) -> float:
+        return self.TIMES * super().staging(tokens)
+
+
+DEAR = Fetching(SHARP.hardware, SHARP.model)
+
+
+def test_the_dearer_earlier_chunks_are_to_fetch_the_fewer_a_prompt_on_the_cpu_has() -> None:
+    prompt = 1000
+    on_gpu = cheapest(SMOOTH, DECODES, MOST, 1)
+    cheap, dear = (cheapest(cost, DECODES, MOST, 1, prompt) for cost in (SMOOTH, DEAR))
+    assert on_gpu < cheap < dear
+    assert dear - ROWS >= prompt > dear - ROWS - 128  # whole, and hardly room for more
+    assert cheapest(DEAR, DECODES, MOST, 1) == on_gpu  # of prompts on the GPU
+    assert cheapest(DEAR, DECODES, MOST, 1, 2 * MOST) == MOST  # longer than any chunk
+
+
+class Attending(Rounded):
+    """Prefill attention takes most of the time."""
+
+    def prefill_attn(self, pairs: float) -> float:
+        return 100.0 * super().prefill_attn(pairs)
+
+
+def test_attention_over_a_whole_prompt_takes_as_long_in_chunks_of_any_size() -> None:
+    plain, slow = SMOOTH, Attending(SHARP.hardware, SHARP.model)
+    on_gpu, on_cpu = ([cheapest(cost, DECODES, MOST, 4, prompt) for cost in (plain, slow)]
+                      for prompt in (0, 4000))  # fmt: skip
+    assert on_cpu[0] == on_cpu[1]
+    assert on_gpu[0] > on_gpu[1]  # nothing is known of those before
+
+
 def test_what_costs_nothing_is_taken_at_once() -> None:
     assert cheapest(FreeCost(), DECODES, MOST, 1) == MOST
 
@@ -113,3 +150,16 @@ def test_a_target_for_tokens_bounds_a_chunk_and_whole_prompts_know_none() -> Non
     hurried = replace(VIEW, tpot_slo_s=1.01 * alone)
     assert ROWS < limit_of(hurried) < limit_of(VIEW)
     assert limit_of(replace(VIEW, enable_chunked_prefill=False)) == MOST
+
+
+def test_a_target_for_tokens_counts_what_a_chunk_on_the_cpu_fetches() -> None:
+    hurried = replace(VIEW, tpot_slo_s=1.3 * iteration_time(SMOOTH, [DECODES]))
+
+    def limit(num_computed: int) -> int:
+        begun = Seqs.of([SeqView(50, Place.CPU, 2000, num_computed, 32)])
+        return chunk_limit(Draft(hurried), SMOOTH, DECODES, begun, cpu_prompt=2000)
+
+    chunk = DECODES.with_prefill(limit(1000) - ROWS, 0, moved=False, last=False)
+    chunk.staged = 1000
+    assert ROWS + 1 < limit(1000) < limit(1)
+    assert iteration_time(SMOOTH, [chunk]) <= 1.3 * iteration_time(SMOOTH, [DECODES])

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from neo_server.correction import BOUND, CorrectedCost
+from neo_server.correction import BOUND, FACTORS, CorrectedCost
 from neo_server.cost_model import (
     FreeCost,
     Load,
@@ -55,6 +56,32 @@ def test_riders_cost_only_what_the_iteration_cannot_hide() -> None:
     many = iteration_time(A10G, [base], Ride.spread(4000, 4_000_000, 33, 128))
     assert alone < few < 1.05 * alone
     assert many > 2 * alone
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_later_chunk_on_the_cpu_waits_for_the_chunks_before_it_and_no_other_does(
+    overlaps: bool,
+) -> None:
+    cost = FreeCost(num_layers=4, moved_s_per_token=1e-6)
+    cost.overlaps_transfers = overlaps
+    base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+
+    def seconds(start: int, *, moved: bool) -> float:
+        return iteration_time(cost, [base.with_prefill(64, start, moved=moved, last=False)])
+
+    first, later = (seconds(start, moved=True) for start in (0, 512))
+    on_gpu = seconds(512, moved=False) - seconds(0, moved=False)  # more pairs
+    assert later - first == pytest.approx(on_gpu + 4 * cost.staging(512))
+    assert cost.staging(512) > on_gpu
+
+
+def test_what_a_chunk_fetches_hides_attention_on_the_cpu() -> None:
+    """It stands in the place of attention on the GPU, which runs beside that on the CPU."""
+    chunk = Load().with_prefill(64, 512, moved=True, last=False)
+    cost = FreeCost(cpu_s_per_token=1e-6, moved_s_per_token=1e-6)
+    few, many = (chunk.with_cpu(1, tokens) for tokens in (400, 600))
+    assert iteration_time(cost, [few]) == pytest.approx(iteration_time(cost, [chunk]), rel=1e-6)
+    assert iteration_time(cost, [many]) > 1.05 * iteration_time(cost, [chunk])
 
 
 def table(**changes: object) -> ProfileTable:
@@ -209,6 +236,47 @@ def test_stages_that_nobody_times_are_told_apart_by_iterations_of_different_kind
     for stage, load in (("linear", (300,)), ("gpu_attn", (8, 4e5)), ("cpu_attn", (8, 64_000.0))):
         found, wanted = (getattr(cost, stage)(*load) for cost in (believed, truth))
         assert found == pytest.approx(wanted, rel=0.1), stage
+
+
+def test_a_device_that_times_its_stages_tells_what_later_chunks_fetch() -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(Skewed(truth, staging=4.0))
+    load = StepLoad((Load().with_prefill(64, 6000, moved=True, last=False),))
+    for _ in range(150):
+        result = StepResult(1, [], [], load.seconds(truth), stage_times(truth, load))
+        believed.learn(load, load.seconds(believed), result)
+    assert believed.staging(6000) < 0.5 * 4.0 * truth.staging(6000)
+    assert load.seconds(believed) == pytest.approx(load.seconds(truth), rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [1.0, 4.0, 0.25])
+def test_what_later_chunks_fetch_is_told_by_their_iterations_where_nobody_times_stages(
+    wrong: float,
+) -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+    later = StepLoad((base.with_prefill(128, 2000, moved=True, last=False),))
+
+    def learned(load: StepLoad) -> CorrectedCost:
+        believed = CorrectedCost(Skewed(truth, staging=wrong))
+        for _ in range(60):
+            result = StepResult(1, [], [], load.seconds(truth), StageTimes())
+            believed.learn(load, load.seconds(believed), result)
+        return believed
+
+    believed = learned(later)
+    assert believed.staging(2000) == pytest.approx(truth.staging(2000), rel=0.05)
+    assert {believed.factors[name] for name in FACTORS if name != "staging"} == {1.0}
+    assert set(learned(replace(later, swaps=True)).factors.values()) == {1.0}
+
+
+def test_of_little_that_a_chunk_fetches_errors_of_other_stages_tell_nothing() -> None:
+    truth = RooflineCost(load_hardware("g5.8xlarge"), SHAPES["llama-3.1-8b"])
+    believed = CorrectedCost(Skewed(truth, linear=0.7))
+    little = StepLoad((Load().with_prefill(512, 64, moved=True, last=False),))
+    result = StepResult(1, [], [], little.seconds(truth), StageTimes())
+    believed.learn(little, little.seconds(believed), result)
+    assert believed.factors["staging"] == 1.0
 
 
 def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:

@@ -6,13 +6,29 @@ from dataclasses import replace
 
 import pytest
 
-from neo_server.cost_model import Load, Ride, iteration_time
+from neo_server.cost_model import FreeCost, Load, Ride, iteration_time, plan_time
 from neo_server.plan import Mode, Place, Plan, Seqs, SeqView, View
 from neo_server.policies import neo
 from neo_server.policies.candidates import Worth
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
+
+
+class Fetching(RooflineCost):
+    """Earlier chunks cost so many times what a copy of them does."""
+
+    TIMES = 0.0
+
+    def staging(self, tokens: float) -> float:
+        return self.TIMES * super().staging(tokens)
+
+
+class Dear(Fetching):
+    TIMES = 200.0
+
+
+FREE, DEAR = (kind(H200.hardware, H200.model, kv_scale=0.5) for kind in (Fetching, Dear))
 GROUPS = H200.num_layers + 1
 CAPACITY = 16
 DECODES = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
@@ -102,12 +118,64 @@ def test_prompts_are_prefilled_on_the_cpu_while_gpu_places_get_free() -> None:
     lengths = {"mean_prompt": 1000.0, "mean_output": 300.0}
     modes = frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH))
     no_offload = view(waiting=waiting, modes=modes, **lengths)
-    plan = neo.plan(no_offload, H200)
+    plan = neo.plan(no_offload, FREE)
     (batch,) = plan.batches
-    admitted = [row for row in batch if row.seq >= 500]
-    assert [row.seq for row in admitted] == [500]
-    assert Place.of(admitted[0].kind) is Place.CPU
+    begun = [row for row in batch if row.seq >= 500]
+    assert [row.seq for row in begun] == [500]
+    assert Place.of(begun[0].kind) is Place.CPU
     parked = tuple(decode(100 + i, Place.CPU) for i in range(4))
     full = view(*parked, waiting=waiting, modes=modes, **lengths)
-    rows = [row for batch in neo.plan(full, H200).batches for row in batch]
+    rows = [row for batch in neo.plan(full, FREE).batches for row in batch]
     assert not [row for row in rows if row.seq >= 500]
+
+
+def admitted(cost: RooflineCost, *prompts: int, **changes: object) -> list[int]:
+    """Tokens of each of the prompts that wait which the next iteration takes."""
+    waiting = tuple(SeqView(500 + i, Place.NOWHERE, n, 0, 0) for i, n in enumerate(prompts))
+    (batch, *_) = neo.plan(view(waiting=waiting, mean_prompt=1000.0, **changes), cost).batches
+    tokens: list[int] = batch.n_new[batch.seq >= 500].tolist()
+    return tokens
+
+
+def test_nobody_waits_in_the_cpu_cache_who_fetches_longer_than_a_row_decodes() -> None:
+    merged = {"mean_output": 300.0, "modes": frozenset((Mode.GPU_ONLY, Mode.ONE_BATCH))}
+    assert 0 < sum(admitted(FREE, 1000, **merged)) < 1000
+    assert not admitted(H200, 1000, **merged)
+    assert admitted(H200, 20, **merged) == [20]  # in one chunk
+
+
+def test_a_prompt_whose_chunks_fetch_more_than_its_tokens_are_worth_waits_for_the_gpu() -> None:
+    crowd = {"mean_output": 300.0, "seats_free": 230}
+    assert 0 < sum(admitted(H200, 1000, max_num_batched_tokens=512, **crowd)) < 512
+    assert not admitted(DEAR, 1000, max_num_batched_tokens=512, **crowd)
+    assert admitted(DEAR, 1000, **crowd) == [1000]  # in one chunk
+    nowhere_else = {"gpu_blocks_total": 62, **crowd}
+    assert admitted(DEAR, 1000, max_num_batched_tokens=512, **nowhere_else)
+
+
+def test_a_prompt_that_has_begun_on_the_cpu_goes_on_in_chunks_by_what_they_fetch() -> None:
+    begun = view(SeqView(100, Place.CPU, 1000, 64, 16))
+    (little,), (much,) = (neo.plan(begun, cost).batches for cost in (FREE, DEAR))
+    assert 0 < little.n_new[little.seq == 100] < much.n_new[much.seq == 100] == 1000 - 64
+
+
+def test_less_than_half_of_a_prompt_is_not_begun_where_the_next_iteration_takes_it_whole() -> None:
+    crowd = {"mean_output": 20.0, "max_num_batched_tokens": 24 + 1100}
+    assert admitted(H200, 700, 1000, **crowd) == [700]
+    assert admitted(H200, 500, 1000, **crowd) == [500, 600]
+    assert admitted(H200, 100, 1000, **crowd) == [100, 1000]
+    assert admitted(H200, 700, 2000, **crowd) == [700, 400]  # that is cut in any case
+
+
+@pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
+def test_the_estimate_of_a_plan_counts_what_a_later_chunk_fetches_from_the_cpu_cache(
+    place: Place,
+) -> None:
+    begun = view(SeqView(30, place, 900, 600, 57 if place is Place.GPU else 15))
+    dear, free = (FreeCost(num_layers=4, moved_s_per_token=seconds) for seconds in (1e-6, 0.0))
+    plan = neo.plan(begun, dear)
+    (rows,) = plan.batches
+    assert rows.n_new[rows.seq == 30] == 300
+    fetched = 600 if place is Place.CPU else 0
+    assert plan.estimate_s == pytest.approx(plan_time(dear, plan, begun))
+    assert plan.estimate_s - plan_time(free, plan, begun) == pytest.approx(4e-6 * fetched)

@@ -97,7 +97,28 @@ def test_a_step_waits_for_swaps_of_its_own_rows_only() -> None:
     (load,) = load_of_step(step((0, 1), *swaps)).batches
     assert (load.awaited, load.moved) == (4, 3)
     (bare,) = load_of_step(step((0, 1), *swaps), swaps=False).batches
+    assert [load_of_step(step((0, 1), *s)).swaps for s in (swaps, ())] == [True, False]
     assert (bare.awaited, bare.moved) == (0, 0)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_later_chunk_of_a_cpu_prefill_waits_for_the_tokens_before_it(overlaps: bool) -> None:
+    class Fetching(FreeCost):
+        def staging(self, tokens: float) -> float:
+            return COPY_S * tokens
+
+    cost = Fetching(num_layers=LAYERS)
+    cost.overlaps_transfers = overlaps
+
+    def seconds(kind: RowKind, start: int) -> float:
+        chunk = step((0,), start=start)
+        chunk.kind[:] = int(kind)
+        times = device(cost).enqueue(chunk, 0.0)
+        return times.end - times.begin
+
+    later, first = (seconds(RowKind.PREFILL_CPU, start) for start in (8, 0))
+    on_gpu = seconds(RowKind.PREFILL_GPU, 8) - seconds(RowKind.PREFILL_GPU, 0)
+    assert later - first == pytest.approx(LAYERS * COPY_S * 8 + on_gpu)
 
 
 def test_a_worker_that_copies_in_line_does_one_thing_after_the_other() -> None:
