@@ -156,7 +156,7 @@ class CorrectedCost:
 
         What later chunks on the CPU fetch has no other witness: iterations with them tell it alone.
         """
-        staging = self.num_layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        staging = self._fetched(load)
         if load.swaps or (not staging and any(b.moved or b.awaited for b in load.batches)):
             return
         if times.ride_wait > floor:
@@ -194,13 +194,17 @@ class CorrectedCost:
         else:
             self._learn_cpu(stages, layers, shared_out, floor)
 
+    def _fetched(self, load: StepLoad) -> float:
+        """Seconds that its later chunks on the CPU fetch."""
+        return self.num_layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+
     def _learn_attention(self, load: StepLoad, layers: int, measured: float, floor: float) -> None:
         """One measured time for three kinds of stage: each is corrected by its predicted share."""
         prefill = layers * sum(self.prefill_attn(b.pairs) for b in load.batches if b.pairs)
         decode = layers * sum(
             self.gpu_attn(b.gpu_rows, b.gpu_tokens) for b in load.batches if b.gpu_rows
         )
-        staging = layers * sum(self.staging(b.staged) for b in load.batches if b.staged)
+        staging = self._fetched(load)
         total = prefill + decode + staging
         if total <= 0.0 or max(measured, total) < floor:
             return

@@ -188,7 +188,7 @@ def measure(each: Sequence[Run], options: argparse.Namespace, table: dict[Any, s
             if place in base:
                 line["relative"] = line["requests_per_s"] / base[place]
             name = options.works[place]
-            line = {"work": name} | line | {"work": name, "flags": one.engine.flags}
+            line |= {"work": name, "flags": one.engine.flags}
             table[place, order] = row(name, one.engine, line)  # first: what is seen is in the table
             print(json.dumps(line), flush=True)
 

@@ -12,6 +12,7 @@ from neo_server.errors import ConfigurationError, NeoError
 from neo_server.request import Finish, OutputStream, Request, SamplingParams, StopConditions
 
 _POLL_S = 0.001
+_EMPTIED_WAIT_S = 120.0  # for plans whose requests have all ended
 
 
 class Recorder(OutputStream):
@@ -90,10 +91,16 @@ async def drive(
 async def emptied(engine: Engine) -> None:
     """Returns when no plan is in flight and both caches are empty; no request may be left.
 
-    Raises ``NeoError`` where something of a cache is still held.
+    Raises ``NeoError`` where something of a cache is still held, or a plan does not come back.
     """
     scheduler = engine.scheduler
+    deadline = time.monotonic() + _EMPTIED_WAIT_S
     while scheduler.in_flight or scheduler.has_work:
+        if time.monotonic() > deadline:
+            raise NeoError(
+                f"{scheduler.in_flight} plans are in flight {_EMPTIED_WAIT_S:g} s after the last "
+                "request ended"
+            )
         await asyncio.sleep(_POLL_S)
     blocks = scheduler.blocks
     held = blocks.blocks.used, blocks.pages.used, blocks.slots.used

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -87,3 +88,14 @@ def make_checkpoint(
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def make_reference(
+    folder: Path, style: str, sequences: int, length: int
+) -> tuple[list[list[int]], Tensor]:
+    """A checkpoint in ``folder``; random tokens, and the logits that transformers gives them."""
+    model = make_checkpoint(folder, style)
+    generator = torch.Generator().manual_seed(11)
+    tokens = torch.randint(3, model.config.vocab_size, (sequences, length), generator=generator)
+    with torch.no_grad():
+        return tokens.tolist(), model(tokens).logits

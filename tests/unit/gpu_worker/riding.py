@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from neo_native import RowKind
 from tests.helpers.engine_rig import MAX_LEN, Row
-from tests.helpers.tiny_llama import make_checkpoint
+from tests.helpers.tiny_llama import make_reference
 
 TOLERANCE = 5e-5
 SLOTS = 8
@@ -23,12 +22,7 @@ PROMPT = 20
 @pytest.fixture(scope="module", params=["llama2", "llama3.2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(folder, request.param)
-    generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(3, 320, (SLOTS, MAX_LEN), generator=generator)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    return folder, tokens.tolist(), expected
+    return folder, *make_reference(folder, request.param, SLOTS, MAX_LEN)
 
 
 def ride(stage: int, start: int, token: int, slot: int = 0, place: int = 0) -> Row:

@@ -15,7 +15,7 @@ from neo_native import RowKind, RowStatus, SwapKind
 from protos.config import DType
 from tests.helpers.engine_rig import MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
-from tests.helpers.tiny_llama import make_checkpoint
+from tests.helpers.tiny_llama import make_reference
 
 TOLERANCE = 5e-5
 SLOTS = 6
@@ -26,12 +26,7 @@ SIDES = ["fake", "native"]
 @pytest.fixture(scope="module", params=["llama2", "llama3.2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(folder, request.param)
-    generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(3, 320, (SLOTS, MAX_LEN), generator=generator)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    return folder, tokens.tolist(), expected
+    return folder, *make_reference(folder, request.param, SLOTS, MAX_LEN)
 
 
 @pytest.fixture(params=SIDES)

@@ -33,13 +33,17 @@ def fill_at_random(draw: random.Random, wave: Wave) -> None:
     wave.fill(places, slots, [draw.randint(1, TOKENS[s]) for s in slots])
 
 
-def some_waves(draw: random.Random, waves: Waves) -> list[Wave]:
-    """Some groups, no two at the same stage; who is through or lost all riders begins anew."""
+def some_waves(draw: random.Random, waves: Waves, anew: float) -> list[Wave]:
+    """Some groups, no two at the same stage; who is through, and now and then another, begins anew.
+
+    ``anew``: how often a group that has a job gives it up for that.
+    """
     chosen: dict[int, Wave] = {}
     for wave in waves.waves:
         if draw.random() < 0.3:
             continue
-        if wave.stage == LAYERS or not wave.places or draw.random() < 0.05:
+        if wave.stage == LAYERS or not wave.places or draw.random() < anew:
+            waves.given_up += 0 <= wave.stage < LAYERS
             fill_at_random(draw, wave)
         elif len(wave.places) > 1 and wave.stage >= 0 and draw.random() < 0.2:
             wave.leave(draw.choice(wave.places))
@@ -47,10 +51,10 @@ def some_waves(draw: random.Random, waves: Waves) -> list[Wave]:
     return list(chosen.values())
 
 
-def run_at_random(waves: Waves, draw: random.Random, plans: int) -> None:
+def run_at_random(waves: Waves, draw: random.Random, plans: int, anew: float = 0.05) -> None:
     """Also plans of a sub-batch alone in between, while all waves stand still."""
     for _ in range(plans):
-        if chosen := some_waves(draw, waves):
+        if chosen := some_waves(draw, waves, anew):
             waves.run(chosen)
         if draw.random() < 0.3:
             slots = draw.sample(range(5), draw.randint(1, 5))
@@ -61,18 +65,22 @@ def run_at_random(waves: Waves, draw: random.Random, plans: int) -> None:
 
 @pytest.mark.parametrize("spin_us", [0, 2000])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_waves_at_random_give_the_reference(threads: int, spin_us: int) -> None:
+@pytest.mark.parametrize("anew", [0.0, 0.05])
+def test_waves_at_random_give_the_reference(threads: int, spin_us: int, anew: float) -> None:
     with rig(TOKENS, spin_us=spin_us, **RIDES) as r:
         workers = [r.thread_worker(row, threads) for row in range(2)]
         for worker in workers:
             worker.start()
         waves = Waves(r, r.exchange())
-        run_at_random(waves, random.Random(threads + spin_us), 150)
+        run_at_random(waves, random.Random(threads + spin_us), 150, anew)
         assert waves.checked > 300
         for worker in workers:
             worker.stop()
-        # A claim is lost when its group begins anew before the task is finished, never by theft.
-        assert int(r.control.worker_rows()[:2]["stolen"].sum()) == 0
+        rows = r.control.worker_rows()[:2]
+        assert int(rows["stolen"].sum()) == 0
+        # A thread inside a task of a job that is given up loses its claim; nothing else loses one.
+        assert int(rows["lost"].sum()) <= waves.given_up * len(workers) * threads
+        assert (waves.given_up > 0) == (anew > 0)
 
 
 @pytest.mark.parametrize(("act", "kv"), [(F16, F16), (BF16, BF16), (F32, BF16)])

@@ -49,6 +49,7 @@ class Waves:
         self.rig, self.exchange, self.plan_id = r, exchange, plan_id
         self.waves = [Wave(group) for group in range(r.dim("ride_groups"))]
         self.checked = 0  # rows
+        self.given_up = 0  # jobs whose group began anew, counted by whoever refills it
 
     def run(self, waves: list[Wave]) -> None:
         """One plan; ends it."""

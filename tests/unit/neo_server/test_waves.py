@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from neo_server.cost_model import FreeCost, Load, Ride, iteration_time, plan_time
+from neo_server.cost_model import FreeCost, Load, Ride, iteration_time
 from neo_server.plan import Mode, Place, Plan, Seqs, SeqView, View
 from neo_server.policies import neo
 from neo_server.policies.candidates import Worth
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
+from tests.helpers.plan_time import plan_time
 
 H200 = RooflineCost(load_hardware("h200"), SHAPES["llama-3.1-8b"], kv_scale=0.5)
 

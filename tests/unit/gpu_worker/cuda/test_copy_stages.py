@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from neo_native import RowKind, SwapKind, WireDType
-from tests.helpers.engine_rig import MAX_LEN, Rig, Row
+from tests.helpers.engine_rig import Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
-from tests.helpers.tiny_llama import make_checkpoint
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -27,9 +25,15 @@ from gpu_worker.cuda.buckets import Shape, decode_shape, mixed_shape
 from gpu_worker.cuda.copies import Copies
 from gpu_worker.cuda.plan import HostBatch
 from gpu_worker.cuda.tiles import CopyTiles
-from tests.unit.gpu_worker.cuda.interpreted import RIDES, TOLERANCE, Device, interpretable
+from tests.unit.gpu_worker.cuda.interpreted import (
+    RIDES,
+    TOLERANCE,
+    Device,
+    interpretable,
+    model,
+)
 
-__all__ = ["interpretable"]  # a fixture of every test
+__all__ = ["interpretable", "model"]  # fixtures; the first of every test
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +41,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that these short sequences are several groups of tokens, more than there are programs."""
     tiles = CopyTiles(programs=3, rows=8, tiles=2, warps=4)
     monkeypatch.setattr(device_exchange, "copy_tiles", lambda *_: tiles)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = make_checkpoint(folder, "llama3.2").config
-    draw = np.random.default_rng(4)
-    return folder, draw.integers(3, config.vocab_size, (8, MAX_LEN)).tolist()
 
 
 class CopyingDevice(Device):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,16 @@ async def test_between_works_the_engine_is_waited_for() -> None:
         await emptied(engine)
         assert simulation.is_empty()
         await driven
+
+
+async def test_a_plan_that_does_not_come_back_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("neo_server.bench.drive._EMPTIED_WAIT_S", 0.01)
+    scheduler = SimpleNamespace(in_flight=1, has_work=False)
+    engine: Any = SimpleNamespace(scheduler=scheduler)
+    with pytest.raises(NeoError, match=r"1 plans are in flight 0\.01 s after"):
+        await asyncio.wait_for(emptied(engine), 60)
 
 
 async def test_a_cache_that_is_not_empty_between_works_is_an_error() -> None:
