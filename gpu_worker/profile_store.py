@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Of what a table's figures mean. 1: CPU attention with all of a hand-off in it. 2: products of
 # zeros, which some devices are faster at.
-REVISION = 3
+REVISION = 4
 
 
 def cpu_name() -> str:

@@ -92,14 +92,15 @@ class Profiler:
         return {
             "num_layers": self._model.config.num_hidden_layers,
             "overlaps_transfers": self.overlaps_transfers,
-            "linear": self._curve(self._linear, _up_to(LINEAR, tokens)),
-            "head": self._curve(self._head, _up_to(HEAD, rows)),
-            "prefill_attn": self._prefill(_up_to(PREFILL, tokens)),
-            "handoff": self._handoff_curve(_up_to(HANDOFF, rows)),
+            "linear": self._curve(self._linear, up_to(LINEAR, tokens)),
+            "head": self._curve(self._head, up_to(HEAD, rows)),
+            "prefill_attn": self._prefill(up_to(PREFILL, tokens)),
+            "handoff": self._handoff_curve(up_to(HANDOFF, rows)),
             "ride_handoff": self._ride_handoff(),
-            "transfer": self._curve(self._transfer, _up_to(TRANSFER, min(tokens, length))),
-            "gpu_attn": self._surface(self._gpu_attn, _up_to(ROWS, rows), _up_to(LENGTHS, length)),
-            "cpu_attn": self._cpu_surface(_up_to(ROWS, rows), _up_to(LENGTHS, length)),
+            "staging": self._staging(),
+            "transfer": self._curve(self._transfer, up_to(TRANSFER, min(tokens, length))),
+            "gpu_attn": self._surface(self._gpu_attn, up_to(ROWS, rows), up_to(LENGTHS, length)),
+            "cpu_attn": self._cpu_surface(up_to(ROWS, rows), up_to(LENGTHS, length)),
         }
 
     def _time(self, call: Callable[[], object]) -> float:
@@ -271,12 +272,16 @@ class Profiler:
         """None: a group of riders costs what a sub-batch's CPU rows do."""
         return None
 
+    def _staging(self) -> dict[str, list[float]] | None:
+        """None: later chunks of CPU prefills wait for a copy of what is before them."""
+        return None
+
     def _transfer(self, tokens: int) -> Callable[[], object]:
         k = self._rows(tokens, self._model.config.num_key_value_heads)
         return lambda: self._offload.store_span(0, 0, 0, k, k)
 
 
-def _up_to(sizes: Sequence[int], limit: int) -> list[int]:
+def up_to(sizes: Sequence[int], limit: int) -> list[int]:
     """Those below the limit, and the limit itself if it is among or below them."""
     inside = [size for size in sizes if size <= limit]
     if not inside or (inside[-1] < limit and len(inside) < len(sizes)):

@@ -123,6 +123,7 @@ class ProfileTable(_Frozen):
     cpu_attn: Surface | None  # None: no worker was there
     handoff: Curve  # over rows
     ride_handoff: Curve | None = None  # over riders of a group; None: as ``handoff``
+    staging: Curve | None = None  # over tokens; None: as ``transfer``
     transfer: Curve  # over tokens
     head: Curve  # over sampled rows
 
@@ -130,7 +131,7 @@ class ProfileTable(_Frozen):
     def num_points(self) -> int:
         """Measurements in it."""
         curves = [self.linear, self.prefill_attn, self.handoff, self.transfer, self.head]
-        curves += [self.ride_handoff] if self.ride_handoff else []
+        curves += [c for c in (self.ride_handoff, self.staging) if c is not None]
         surfaces = [s for s in (self.gpu_attn, self.cpu_attn) if s is not None]
         return sum(len(c.x) for c in curves) + sum(
             len(s.rows) * len(s.tokens_per_row) for s in surfaces
@@ -208,8 +209,10 @@ class TableCost:
         return self._scale * self.table.transfer.at(tokens)
 
     def staging(self, tokens: float) -> float:
-        """As any copy between the caches."""
-        return self.transfer(tokens)
+        """Of earlier chunks; where it was not measured, as any copy between the caches."""
+        if self.table.staging is None:
+            return self.transfer(tokens)
+        return self._scale * self.table.staging.at(tokens)
 
     def head(self, sampled: float) -> float:
         """Per iteration."""

@@ -144,10 +144,11 @@ void WorkerThread::open_job(const layout::Job& job) {
               progress.open.end());
 }
 
-// Looks once at every task not known to be finished and does those that it can claim. When none is
-// left open the job is done. The last thread to finish a task always gets here: its finishing
-// compare-and-swap comes before its look at the other words, and theirs likewise, so of any two the
-// later one sees both finished. Should it die in between, a waiting thread finds the same.
+// Looks once at every task not known to be finished and does those that it can claim, then at those
+// of others until one is not finished. When none is left open the job is done. The last thread to
+// finish a task always sees that, before it looks at another job: its finishing compare-and-swap
+// comes before its look at the other words, and theirs likewise, so of any two the later one sees
+// both finished. Should it die in between, a waiting thread finds the same.
 WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
   const layout::Job& job = progress.job;
   bool worked = false;
@@ -163,7 +164,7 @@ WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
       work_on(job, task, at + 1 < progress.open.size() ? progress.open[at + 1] : job.n_tasks);
     }
     worked = worked || claim != Claim::refused;
-    progress.open[kept++] = task;  // a later pass finds it finished, by whomever
+    progress.open[kept++] = task;  // looked at again below, by whomever it is finished
     if (claim == Claim::taken && layout::Work::is_ride(job) && channel_is_due()) {
       ++at;
       break;
@@ -175,11 +176,22 @@ WorkerThread::Outcome WorkerThread::pass(Progress& progress) {
                 progress.open.begin() + static_cast<std::ptrdiff_t>(kept)) -
       progress.open.begin());
   progress.open.resize(kept);
-  if (kept == 0) {
+  if (worked) drop_finished(progress);
+  if (progress.open.empty()) {
     ipc::ring(done(job), job.epoch);
     return Outcome::worked;
   }
   return worked ? Outcome::worked : Outcome::waiting;
+}
+
+// From the back, where a thread's last tasks are: of the others most are finished by then.
+void WorkerThread::drop_finished(Progress& progress) const {
+  while (!progress.open.empty()) {
+    const layout::TaskWord word = layout::unpack(
+        ipc::load_acquire(shared_.work.task(progress.job.channel, progress.open.back())));
+    if (word.epoch != progress.job.epoch || word.state != TaskState::finished) return;
+    progress.open.pop_back();
+  }
 }
 
 wire::Doorbell* WorkerThread::done(const layout::Job& job) const {

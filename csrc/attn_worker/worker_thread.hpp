@@ -85,6 +85,7 @@ class WorkerThread {
   bool channel_is_due() const;
   void open_job(const layout::Job& job);
   Outcome pass(Progress& progress);
+  void drop_finished(Progress& progress) const;
   Claim try_claim(Progress& progress, std::uint32_t task, std::uint64_t word);
   bool lease_over(Seen& seen, std::uint64_t word) const;
   void work_on(const layout::Job& job, std::uint32_t task, std::uint32_t next);

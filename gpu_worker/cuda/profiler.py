@@ -18,7 +18,7 @@ from gpu_worker.cuda.plan import TILE_Q
 from gpu_worker.cuda.ride_trial import BesideRows, captured, replayed, timed
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
-from gpu_worker.profiler import POINT_S, REPEATS, Measured, Profiler
+from gpu_worker.profiler import POINT_S, REPEATS, Measured, Profiler, up_to
 from neo_native import SwapKind
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RIDDEN_ROWS, RIDDEN_TOKENS = 32, 512  # decodes that riders are measured beside, and of each
+STAGED = (256, 1024)  # earlier tokens of a later chunk
+STAGED_CHUNK = 128  # its new ones
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,39 @@ class CudaProfiler(Profiler):
         fields["row_tokens"][:rows] += lead
         shape = Shape(0, lead + rows, rows, lead=lead)
         return timed(self._stages, self._native, riders, shape)
+
+    def _staging(self) -> dict[str, list[float]] | None:
+        """What a later chunk on the CPU takes longer, per layer, for what it fetches."""
+        if self._threads == 0:
+            return None
+        return self._curve(self._fetching, up_to(STAGED, self._limits[2]))
+
+    def _fetching(self, earlier: int) -> Callable[[], object]:
+        """Iterations of such a chunk, that of a graph, less those whose copies find no tokens."""
+        exchange, buffers = self._stages.exchange, self._stages.buffers
+        assert exchange is not None
+        new = min(STAGED_CHUNK, self._limits[0])
+        self._prefill_attn(new)
+        fields, config = buffers.channels[0].fields, self._model.config
+        fields["prefill_starts"][0] = earlier
+        fields["prefill_tables"][0] = -1
+        pages = np.arange(-(-earlier // exchange.page_size), dtype=np.int32) % exchange.n_pages
+        ints = np.zeros(buffers.chunk.size, np.int32)
+        blocks = np.zeros(1, np.int32)
+        buffers.chunk.fill(ints, HostSwap(SwapKind.IN, 0, earlier, blocks, pages))
+        fields["chunk"][:] = torch.from_numpy(ints)
+        tiles = -(-new // TILE_Q)
+        shape = Shape(0, new, 0, to_cpu=True, tiles=tiles, chunk_place=True)
+        graph = captured(lambda: self._stages.forward([shape]))
+
+        def added() -> float:
+            spent = []
+            for n_tokens in (earlier, 0):
+                fields["chunk"][1] = n_tokens
+                spent.append(replayed(graph))
+            return max(spent[0] - spent[1], 0.0) / config.num_hidden_layers
+
+        return Measured(added)
 
     def _transfer(self, tokens: int) -> Callable[[], object]:
         exchange = self._stages.exchange

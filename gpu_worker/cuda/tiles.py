@@ -57,6 +57,8 @@ def decode_tiles(heads: int, splits: int, dim_pad: int, itemsize: int) -> tuple[
         tile, warps, stages = 32, 4, 3
     elif heads >= 512:
         tile, warps, stages = 64, 2, 3
+    elif splits == 4 and heads > 64:
+        tile, warps, stages = 64, 4, 2
     else:
         tile, warps, stages = 128, 4, 2
     return max(LEAST, tile // _shrink(dim_pad, itemsize)), warps, stages

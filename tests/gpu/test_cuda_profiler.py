@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from math import inf
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu_worker.cuda.profiler import CudaProfiler
-from gpu_worker.profiler import LEAST_S
+from gpu_worker.cuda.profiler import STAGED, CudaProfiler
+from gpu_worker.profiler import LEAST_S, up_to
 from neo_native import WireDType
 from protos.config import DType
 from tests.gpu.kernel_rig import LEN, MAX_TOKENS, SLOTS, KernelRig, config_of
@@ -49,6 +50,22 @@ def test_every_layer_of_every_measurement_is_attended_to(rig: KernelRig) -> None
     assert exchange.done_epoch(0) >= rig.config.num_hidden_layers * 3 * len(ROWS)
     assert exchange.done_epoch(0) % rig.config.num_hidden_layers == 0
     assert not rig.buffers.voided(0).item()
+
+
+def test_later_chunks_are_measured_with_what_they_fetch(rig: KernelRig) -> None:
+    profiler, exchange = profiler_of(rig), rig.exchange
+    assert exchange is not None
+    exchange.tiles.fill_(0x3F)  # all bytes, scales too
+    value = 0x3F * struct.unpack("f", b"\x3f" * 4)[0]
+    rig.buffers.staging.zero_()
+    curve = profiler._staging()
+    assert curve is not None
+    assert curve["x"] == [float(x) for x in up_to(STAGED, LEN)]
+    assert min(curve["seconds"]) >= 0.0
+    fetched = rig.buffers.staging[:, :, 0, : int(curve["x"][-1])]
+    torch.testing.assert_close(fetched, torch.full_like(fetched, value))
+    profiler._threads = 0
+    assert profiler._staging() is None
 
 
 def test_measurements_end_without_cpu_workers(rig: KernelRig) -> None:

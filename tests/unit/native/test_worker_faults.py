@@ -117,6 +117,22 @@ def test_a_wake_up_between_done_and_collect_changes_no_result(
         exchange.end_plan()
 
 
+def test_a_job_is_done_when_its_last_task_is_whatever_else_waits() -> None:
+    """Not when the thread that finished it has been through the other sub-batch's tasks too."""
+    with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
+        exchange, q = r.exchange(), r.queries(4)
+        slots, lens = np.arange(4, dtype=np.uint32), np.array(TOKENS[:4], np.uint32)
+        exchange.begin_plan(0, (slots, slots), (lens, lens))
+        for channel in range(2):
+            exchange.publish(channel, 0, q)
+        worker = r.spawn(f"claimed=stop@{exchange.n_tasks(0) + 1}")
+        wait_until(lambda: is_stopped(worker.pid))
+        assert [exchange.done_epoch(channel) > 0 for channel in range(2)] == [True, False]
+        resume(worker)
+        assert exchange.wait(1, 60.0)
+        exchange.end_plan()
+
+
 def test_a_stopped_worker_keeps_its_row_and_a_killed_one_leaves_it_to_the_next() -> None:
     with rig(TOKENS, lease_us=SHORT_LEASE_US) as r:
         first = r.spawn()
