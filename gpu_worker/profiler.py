@@ -98,6 +98,7 @@ class Profiler:
             "handoff": self._handoff_curve(up_to(HANDOFF, rows)),
             "ride_handoff": self._ride_handoff(),
             "staging": self._staging(),
+            "storing": self._storing(),
             "transfer": self._curve(self._transfer, up_to(TRANSFER, min(tokens, length))),
             "gpu_attn": self._surface(self._gpu_attn, up_to(ROWS, rows), up_to(LENGTHS, length)),
             "cpu_attn": self._cpu_surface(up_to(ROWS, rows), up_to(LENGTHS, length)),
@@ -274,6 +275,10 @@ class Profiler:
 
     def _staging(self) -> dict[str, list[float]] | None:
         """None: later chunks of CPU prefills wait for a copy of what is before them."""
+        return None
+
+    def _storing(self) -> dict[str, list[float]] | None:
+        """None: a copy brings what CPU prefills leave to the CPU-cache."""
         return None
 
     def _transfer(self, tokens: int) -> Callable[[], object]:

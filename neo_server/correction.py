@@ -48,6 +48,7 @@ class CorrectedCost:
         self._ride_handoff = lru_cache(None)(base.ride_handoff)
         self._transfer = lru_cache(None)(base.transfer)
         self._staging = lru_cache(None)(base.staging)
+        self._storing = lru_cache(None)(base.storing)
         self._head = lru_cache(None)(base.head)
         self.factors = dict.fromkeys(FACTORS, 1.0)
         self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
@@ -62,6 +63,11 @@ class CorrectedCost:
     def overlaps_transfers(self) -> bool:
         """The base's."""
         return self.base.overlaps_transfers
+
+    @property
+    def ride_places(self) -> float:
+        """The base's."""
+        return self.base.ride_places
 
     @property
     def median_error(self) -> float:
@@ -100,6 +106,10 @@ class CorrectedCost:
         """Of earlier chunks."""
         return self.factors["staging"] * self._staging(tokens)
 
+    def storing(self, tokens: float) -> float:
+        """Of prefills on the CPU: a hand-off without an answer."""
+        return self.factors["handoff"] * self._storing(tokens)
+
     def head(self, sampled: float) -> float:
         """Per iteration."""
         return self.factors["head"] * self._head(sampled)
@@ -110,7 +120,8 @@ class CorrectedCost:
             self.base.refresh()
         for kept in (
             *(self._linear, self._prefill_attn, self._gpu_attn, self._cpu_attn),
-            *(self._handoff, self._ride_handoff, self._transfer, self._staging, self._head),
+            *(self._handoff, self._ride_handoff, self._transfer, self._staging),
+            *(self._storing, self._head),
         ):
             kept.cache_clear()
 

@@ -22,6 +22,10 @@ class CostModel(Protocol):
     def overlaps_transfers(self) -> bool:
         """Moves between the caches run beside computation (CUDA), not between (CPU)."""
 
+    @property
+    def ride_places(self) -> float:
+        """That every linear stage has where some ride, taken or not; 0: as many as ride."""
+
     def linear(self, tokens: float) -> float:
         """T_l: pre- and post-projection of ``tokens``."""
 
@@ -52,6 +56,12 @@ class CostModel(Protocol):
         Those before a later chunk of a prefill there, which attends over them.
         """
 
+    def storing(self, tokens: float) -> float:
+        """By how much a layer is longer for K and V of ``tokens`` that go to the CPU-cache.
+
+        Those of prefills there, as far as they are not ``transfer``'s: 0 where a copy moves them.
+        """
+
     def head(self, sampled: float) -> float:
         """Once per iteration: embedding, logits, sampling, and all that is fixed."""
 
@@ -70,13 +80,14 @@ class Load:
     sampled: float = 0
     awaited: float = 0  # tokens of swaps that have to be through before it begins
     staged: float = 0  # tokens before its later chunks of prefills on the CPU
+    stored: float = 0  # tokens of its prefills on the CPU
 
     def with_cpu(self, rows: float, tokens: float) -> Load:
         """With that many CPU decodes more."""
         return Load(
             *(self.tokens + rows, self.pairs, self.gpu_rows, self.gpu_tokens),
             *(self.cpu_rows + rows, self.cpu_tokens + tokens, self.moved, self.sampled + rows),
-            *(self.awaited, self.staged),
+            *(self.awaited, self.staged, self.stored),
         )
 
     def with_prefill(self, n_new: int, start: int, *, moved: bool, last: bool) -> Load:
@@ -85,7 +96,7 @@ class Load:
             *(self.tokens + n_new, self.pairs + pairs_of(n_new, start)),
             *(self.gpu_rows, self.gpu_tokens, self.cpu_rows, self.cpu_tokens),
             *(self.moved + (n_new if moved else 0), self.sampled + last, self.awaited),
-            self.staged + (start if moved else 0),
+            *(self.staged + (start if moved else 0), self.stored + (n_new if moved else 0)),
         )
 
     def with_riders(self, tokens: float, sampled: float) -> Load:
@@ -93,7 +104,7 @@ class Load:
         return Load(
             *(self.tokens + tokens, self.pairs, self.gpu_rows, self.gpu_tokens),
             *(self.cpu_rows, self.cpu_tokens, self.moved, self.sampled + sampled, self.awaited),
-            self.staged,
+            *(self.staged, self.stored),
         )
 
 
@@ -143,7 +154,7 @@ class Stages:
     linear: float
     gpu_attn: float  # with what it waits for earlier chunks from the CPU-cache
     cpu_attn: float
-    handoff: float
+    handoff: float  # with what prefills store in the CPU-cache
 
     @staticmethod
     def of(cost: CostModel, load: Load) -> Stages:
@@ -153,11 +164,14 @@ class Stages:
             gpu_attn += cost.gpu_attn(load.gpu_rows, load.gpu_tokens)
         if load.staged:
             gpu_attn += cost.staging(load.staged)
+        handoff = cost.handoff(load.cpu_rows) if load.cpu_rows else 0.0
+        if load.stored:
+            handoff += cost.storing(load.stored)
         return Stages(
             cost.linear(load.tokens) if load.tokens else 0.0,
             gpu_attn,
             cost.cpu_attn(load.cpu_rows, load.cpu_tokens) if load.cpu_rows else 0.0,
-            cost.handoff(load.cpu_rows) if load.cpu_rows else 0.0,
+            handoff,
         )
 
 
@@ -183,7 +197,7 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     layers = cost.num_layers
     seconds = 0.0
     if ride.riders:
-        loads = joined(loads, ride, layers)
+        loads = joined(cost, loads, ride)
     if loads:
         seconds = layers * layer_time([Stages.of(cost, load) for load in loads])
     seconds += ride_handoffs(cost, ride)
@@ -199,16 +213,18 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     return max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
 
 
-def joined(loads: Sequence[Load], ride: Ride, layers: int) -> list[Load]:
+def joined(cost: CostModel, loads: Sequence[Load], ride: Ride) -> list[Load]:
     """``loads`` with the riders' linear work in equal parts in every stage of the first."""
     first, *others = list(loads) or [Load()]
-    return [first.with_riders(ride.riders / (layers + 1), ride.sampled), *others]
+    tokens = max(ride.riders / (cost.num_layers + 1), cost.ride_places)
+    return [first.with_riders(tokens, ride.sampled), *others]
 
 
 class FreeCost:
     """Everything costs the same little: for policies that ask nothing, and for tests."""
 
     overlaps_transfers = True
+    ride_places = 0.0
 
     def __init__(
         self,
@@ -253,6 +269,10 @@ class FreeCost:
     def staging(self, tokens: float) -> float:
         """As any copy."""
         return self.transfer(tokens)
+
+    def storing(self, tokens: float) -> float:
+        """Copies move it."""
+        return 0.0
 
     def head(self, sampled: float) -> float:
         """Fixed."""

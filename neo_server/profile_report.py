@@ -14,7 +14,16 @@ from neo_server.server import Server
 from neo_server.table_cost import Curve, ProfileTable, Surface
 
 _TIMEOUT_S = 300.0  # loading the model and profiling
-CURVES = ("linear", "prefill_attn", "handoff", "ride_handoff", "staging", "transfer", "head")
+CURVES = (
+    "linear",
+    "prefill_attn",
+    "handoff",
+    "ride_handoff",
+    "staging",
+    "storing",
+    "transfer",
+    "head",
+)
 SURFACES = ("gpu_attn", "cpu_attn")
 
 

@@ -172,6 +172,11 @@ class RooflineCost:
         """Copies run on their own stream."""
         return True
 
+    @property
+    def ride_places(self) -> float:
+        """No padding is modelled."""
+        return 0.0
+
     def linear(self, tokens: float) -> float:
         """Weights read once, or two operations per weight and token."""
         return max(self._rates.weights_s, self._rates.linear_s * tokens)
@@ -203,6 +208,10 @@ class RooflineCost:
     def staging(self, tokens: float) -> float:
         """The same: none of it is hidden."""
         return self.transfer(tokens)
+
+    def storing(self, tokens: float) -> float:
+        """A copy beside the iteration moves it."""
+        return 0.0
 
     def head(self, sampled: float) -> float:
         """Logits, and what every iteration costs."""

@@ -36,9 +36,8 @@ class StepLoad:
         """Of each sub-batch; the riders' linear work and hand-off are the first one's."""
         if not self.ride.riders:
             return [Stages.of(cost, load) for load in self.batches]
-        layers = cost.num_layers
-        first, *others = [Stages.of(cost, b) for b in joined(self.batches, self.ride, layers)]
-        handoff = ride_handoffs(cost, self.ride) / layers
+        first, *others = [Stages.of(cost, b) for b in joined(cost, self.batches, self.ride)]
+        handoff = ride_handoffs(cost, self.ride) / cost.num_layers
         return [replace(first, handoff=first.handoff + handoff), *others]
 
     @property
@@ -87,11 +86,11 @@ def _load(step: Step, part: slice) -> Load:
     sample = step.sample[part]
     on_gpu, on_cpu = kind == RowKind.DECODE_GPU, kind == RowKind.DECODE_CPU
     prefill = ~(on_gpu | on_cpu)
-    pairs, moved, staged = 0.0, 0, 0
+    pairs, stored, staged = 0.0, 0, 0
     if prefill.any():
         new, to_cpu = n_new[prefill], kind == RowKind.PREFILL_CPU
         pairs = float((new * (start[prefill] + (new + 1) / 2)).sum())
-        moved, staged = int(n_new[to_cpu].sum()), int(start[to_cpu].sum())
+        stored, staged = int(n_new[to_cpu].sum()), int(start[to_cpu].sum())
     return Load(
         tokens=int(n_new.sum()),
         pairs=pairs,
@@ -99,7 +98,8 @@ def _load(step: Step, part: slice) -> Load:
         gpu_tokens=int(start[on_gpu].sum() + on_gpu.sum()),
         cpu_rows=int(on_cpu.sum()),
         cpu_tokens=int(start[on_cpu].sum() + on_cpu.sum()),
-        moved=moved,
+        moved=stored,
         sampled=int(sample.sum()),
         staged=staged,
+        stored=stored,
     )

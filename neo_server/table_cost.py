@@ -124,6 +124,7 @@ class ProfileTable(_Frozen):
     handoff: Curve  # over rows
     ride_handoff: Curve | None = None  # over riders of a group; None: as ``handoff``
     staging: Curve | None = None  # over tokens; None: as ``transfer``
+    storing: Curve | None = None  # over tokens; None: copies move them
     transfer: Curve  # over tokens
     head: Curve  # over sampled rows
 
@@ -131,7 +132,7 @@ class ProfileTable(_Frozen):
     def num_points(self) -> int:
         """Measurements in it."""
         curves = [self.linear, self.prefill_attn, self.handoff, self.transfer, self.head]
-        curves += [c for c in (self.ride_handoff, self.staging) if c is not None]
+        curves += [c for c in (self.ride_handoff, self.staging, self.storing) if c is not None]
         surfaces = [s for s in (self.gpu_attn, self.cpu_attn) if s is not None]
         return sum(len(c.x) for c in curves) + sum(
             len(s.rows) * len(s.tokens_per_row) for s in surfaces
@@ -176,6 +177,11 @@ class TableCost:
         """As measured."""
         return self.table.overlaps_transfers
 
+    @property
+    def ride_places(self) -> float:
+        """A captured graph has them all."""
+        return self.table.key.ride_capacity if self.table.overlaps_transfers else 0.0
+
     def linear(self, tokens: float) -> float:
         """T_l."""
         return self._scale * self.table.linear.at(tokens)
@@ -213,6 +219,10 @@ class TableCost:
         if self.table.staging is None:
             return self.transfer(tokens)
         return self._scale * self.table.staging.at(tokens)
+
+    def storing(self, tokens: float) -> float:
+        """Of prefills on the CPU."""
+        return self._scale * self.table.storing.at(tokens) if self.table.storing else 0.0
 
     def head(self, sampled: float) -> float:
         """Per iteration."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.events import Event, graph_seconds
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 RIDDEN_ROWS, RIDDEN_TOKENS = 32, 512  # decodes that riders are measured beside, and of each
 STAGED = (256, 1024)  # earlier tokens of a later chunk
 STAGED_CHUNK = 128  # its new ones
+STORED = (64, 512)  # tokens of CPU prefills
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class CudaProfiler(Profiler):
         assert exchange is not None
         new = min(STAGED_CHUNK, self._limits[0])
         self._prefill_attn(new)
-        fields, config = buffers.channels[0].fields, self._model.config
+        fields = buffers.channels[0].fields
         fields["prefill_starts"][0] = earlier
         fields["prefill_tables"][0] = -1
         pages = np.arange(-(-earlier // exchange.page_size), dtype=np.int32) % exchange.n_pages
@@ -210,14 +212,42 @@ class CudaProfiler(Profiler):
         fields["chunk"][:] = torch.from_numpy(ints)
         tiles = -(-new // TILE_Q)
         shape = Shape(0, new, 0, to_cpu=True, tiles=tiles, chunk_place=True)
-        graph = captured(lambda: self._stages.forward([shape]))
+        return self._added(lambda: self._stages.forward([shape]), fields["chunk"][1:2], 0)
+
+    def _storing(self) -> dict[str, list[float]] | None:
+        """What K and V of CPU prefills take, per layer: their stores are in line."""
+        if self._threads == 0:
+            return None
+        return self._curve(self._stored, up_to(STORED, self._limits[0]))
+
+    def _stored(self, tokens: int) -> Callable[[], object]:
+        """The stores of all layers, less those of tokens that go nowhere."""
+        exchange = self._stages.exchange
+        assert exchange is not None
+        self._blank(tokens)
+        fields = self._stages.buffers.channels[0].fields
+        at = torch.arange(tokens, device=self._model.device)
+        fields["pages"][:tokens] = at // exchange.page_size % exchange.n_pages
+        fields["page_rows"][:tokens] = at % exchange.page_size
+        shape = Shape(0, tokens, 0, to_cpu=True)
+
+        def run() -> None:
+            for layer in range(self._model.config.num_hidden_layers):
+                self._stages.store(shape, layer)
+
+        return self._added(run, fields["pages"][:tokens], -1)
+
+    def _added(
+        self, call: Callable[[], object], ints: Tensor, nothing: int
+    ) -> Callable[[], object]:
+        """How much longer a layer of it is in a graph than where ``ints`` say ``nothing``."""
+        graph, held = captured(call), ints.clone()
 
         def added() -> float:
-            spent = []
-            for n_tokens in (earlier, 0):
-                fields["chunk"][1] = n_tokens
-                spent.append(replayed(graph))
-            return max(spent[0] - spent[1], 0.0) / config.num_hidden_layers
+            ints.copy_(held)
+            whole = replayed(graph)
+            ints.fill_(nothing)
+            return max(whole - replayed(graph), 0.0) / self._model.config.num_hidden_layers
 
         return Measured(added)
 

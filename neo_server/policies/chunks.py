@@ -81,6 +81,8 @@ def cheapest(cost: CostModel, base: Load, most: int, awaited: float, cpu_prompt:
     for tokens, n_new, fetched in _offers(cost, before, most, cpu_prompt):
         pairs = n_new * cpu_prompt / 2 if cpu_prompt else pairs_of(n_new, 0)
         added = cost.linear(before + n_new) - linear + cost.prefill_attn(pairs) + fetched
+        if cpu_prompt:
+            added += cost.storing(n_new)
         price = (added + missed) / n_new
         if price <= least:
             least, chosen = price, tokens

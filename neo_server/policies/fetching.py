@@ -24,10 +24,11 @@ def fetching(cost: CostModel, seq: SeqView, chunk: float) -> float:
 
     One an iteration: its last chunk ends within one, in which the next prompt's first begins.
     """
+    stored = cost.storing(seq.remaining)
     if seq.remaining <= chunk:
-        return 0.0
+        return cost.num_layers * stored
     iterations = seq.remaining / max(chunk, 1.0)
-    return iterations * cost.num_layers * cost.staging(seq.remaining / 2)
+    return cost.num_layers * (stored + iterations * cost.staging(seq.remaining / 2))
 
 
 def worth_fetching(view: View, cost: CostModel, token: float, seq: SeqView, chunk: float) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu_worker.cuda.profiler import STAGED, CudaProfiler
+from gpu_worker.cuda.profiler import STAGED, STORED, CudaProfiler
 from gpu_worker.profiler import LEAST_S, up_to
 from neo_native import WireDType
 from protos.config import DType
@@ -66,6 +66,20 @@ def test_later_chunks_are_measured_with_what_they_fetch(rig: KernelRig) -> None:
     torch.testing.assert_close(fetched, torch.full_like(fetched, value))
     profiler._threads = 0
     assert profiler._staging() is None
+
+
+def test_the_stores_of_cpu_prefills_are_measured_as_they_store(rig: KernelRig) -> None:
+    profiler, exchange = profiler_of(rig), rig.exchange
+    assert exchange is not None
+    exchange.tiles.zero_()
+    curve = profiler._storing()
+    assert curve is not None
+    assert curve["x"] == [float(x) for x in up_to(STORED, MAX_TOKENS)]
+    tile = exchange.tiles[: exchange.page_size * rig.config.head_dim]  # K of a head
+    assert tile.view(exchange.page_size, -1).ne(0).any(dim=1).all()
+    assert max(curve["seconds"]) > 0.0
+    profiler._threads = 0
+    assert profiler._storing() is None
 
 
 def test_measurements_end_without_cpu_workers(rig: KernelRig) -> None:

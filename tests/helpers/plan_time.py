@@ -23,6 +23,7 @@ def load_of(rows: Rows, seqs: Seqs) -> Load:
         moved=int(rows.n_new[to_cpu].sum()),
         sampled=int((seqs.num_computed + rows.n_new == seqs.num_tokens).sum()),
         staged=int(seqs.num_computed[to_cpu].sum()),
+        stored=int(rows.n_new[to_cpu].sum()),
     )
 
 

@@ -117,11 +117,11 @@ def test_riders_are_charged_what_was_measured_for_them_and_empty_groups_too() ->
         TableCost(table()),
         TableCost(table(ride_handoff={"x": [0, 1, 5], "seconds": [0.25, 0.5, 0.7]})),
     )
-    alone = iteration_time(plain, joined([base], ride, 2))
+    alone = iteration_time(plain, joined(plain, [base], ride))
     assert iteration_time(plain, [base], ride) - alone == pytest.approx(plain.handoff(3))
     assert iteration_time(measured, [base], ride) - alone == pytest.approx(0.25 + 0.6)
     last = Ride(riders=2, sampled=2)  # all at the last stage, where nothing is handed over
-    alone = iteration_time(plain, joined([base], last, 2))
+    alone = iteration_time(plain, joined(plain, [base], last))
     assert iteration_time(plain, [base], last) == pytest.approx(alone)
     assert iteration_time(measured, [base], last) - alone == pytest.approx(2 * 0.25)
     stages = StepLoad((base,), ride).stages(measured)

@@ -55,6 +55,6 @@ def test_the_table_says_which_worker_copies_beside_its_iterations(
 ) -> None:
     parts: Any = (SimpleNamespace(config=config(), device=CPU), None, None, 8, 8, 8)
     for kind, beside in ((CudaProfiler, True), (Profiler, False)):
-        for stage in ("_curve", "_surface", "_prefill", "_ride_handoff", "_staging"):
+        for stage in ("_curve", "_surface", "_prefill", "_ride_handoff", "_staging", "_storing"):
             monkeypatch.setattr(kind, stage, lambda *_: None)
         assert kind(*parts)._stages_table()["overlaps_transfers"] is beside
