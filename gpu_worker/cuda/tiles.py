@@ -14,7 +14,7 @@ LEAST = 16  # tokens; a matrix product takes no fewer
 # Copies between the caches. PCIe 5 x16 at 1.5 us a round trip needs 96 KiB under way at any time,
 # and a program, which first looks up a table, waits for bytes some two thirds of its time. A matrix
 # product fills a processor, so that it starts on none that has a program of a copy, however small:
-# few programs, of as many warps as keep the values of a tile in registers. Not measured.
+# few programs, of as many warps as keep the values of a tile in registers (docs/benchmarks.md).
 COPY_PROGRAMS = 8
 COPY_BYTES = 32 * 1024  # of the CPU-cache that a program has under way
 COPY_WARPS = 16

@@ -1,4 +1,4 @@
-"""Spans of the device's stages, for ``--trace-timeline``. It has not run on a GPU yet.
+"""Spans of the device's stages, for ``--trace-timeline``.
 
 A recorded plan is launched kernel by kernel, each stage between two CUDA events, by stages of
 another class on the same buffers: graphs and the stages that serve hold nothing of it. Launches
