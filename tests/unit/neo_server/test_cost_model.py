@@ -129,6 +129,47 @@ def test_riders_are_charged_what_was_measured_for_them_and_empty_groups_too() ->
     assert measured.table.num_points == plain.table.num_points + 3
 
 
+def test_prefills_on_the_cpu_are_charged_what_was_measured_for_their_stores_and_fetches() -> None:
+    plain = TableCost(table())
+    measured = TableCost(
+        table(
+            storing={"x": [1, 5], "seconds": [0.1, 0.5]},
+            staging={"x": [1, 9], "seconds": [0.01, 0.09]},
+        )
+    )
+    base = Load(tokens=4, gpu_rows=2, gpu_tokens=20)
+
+    def more(cost: TableCost, start: int) -> float:
+        """Than the same chunk takes on the GPU, copies aside."""
+        on_gpu, on_cpu = (
+            iteration_time(cost, [base.with_prefill(3, start, moved=moved, last=False)])
+            for moved in (False, True)
+        )
+        return on_cpu - on_gpu - 2 * cost.transfer(3)
+
+    assert more(plain, 0) == pytest.approx(0.0)
+    assert more(measured, 0) == pytest.approx(2 * 0.3)
+    assert more(plain, 9) == pytest.approx(2 * plain.transfer(9))
+    assert more(measured, 9) == pytest.approx(2 * (0.3 + 0.09))
+    assert measured.table.num_points == plain.table.num_points + 4
+    believed = CorrectedCost(measured)
+    believed.factors["handoff"] = 2.0
+    assert believed.storing(3) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_graphs_have_all_places_for_riders(beside: bool) -> None:
+    """Which launches one by one, as without CUDA, have not."""
+    key = {**table().key.model_dump(), "ride_capacity": 6}
+    cost = TableCost(table(overlaps_transfers=beside, key=key))
+    ride, base = Ride(riders=3, sampled=1), Load(tokens=4)
+    assert cost.ride_places == (6 if beside else 0)
+    assert CorrectedCost(cost).ride_places == cost.ride_places
+    (joint,) = joined(cost, [base], ride)
+    assert joint.tokens == 4 + (6 if beside else 1)
+    assert joined(cost, [base], replace(ride, riders=30))[0].tokens == 4 + 10
+
+
 def test_cpu_attention_follows_the_threads_that_live_and_is_infinite_without_any() -> None:
     alive = [2]
     cost = TableCost(table(), lambda: alive[0])
