@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -203,3 +204,34 @@ def test_a_wave_that_is_measured_ends_without_cpu_workers(make: tuple[Rig, Make]
             device.stages.forward([Shape(0, PLACES + 1, 0, lead=PLACES)])
         wave.retire()
         assert device.stages.buffers.rides_voided.any() == (plan > 0)
+
+
+def test_what_cpu_prefills_store_and_fetch_is_measured_against_tokens_that_do_neither(
+    make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration takes as many seconds as it stores or fetches tokens, and one."""
+    rig, device = make[0], make[1](padded)
+    buffers, exchange = device.stages.buffers, device.exchange
+    fields = buffers.channels[0].fields
+
+    def seconds(enqueue: Callable[[], None]) -> float:
+        enqueue()
+        return 1.0 + int((fields["pages"] >= 0).sum()) + int(fields["chunk"][1])
+
+    monkeypatch.setattr(profiler, "captured", lambda enqueue: enqueue)
+    monkeypatch.setattr(profiler, "replayed", seconds)
+    cache: Any = device.stages.cache
+    nothing: Any = None
+    measuring = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
+    measuring.use(device.stages, device.native)
+    measuring._threads, measuring._deadline = 1, inf
+    exchange.tiles.zero_()
+    with torch.inference_mode():
+        stored, fetched = measuring._storing(), measuring._staging()
+    assert stored == {"x": [8.0], "seconds": [8 / LAYERS]}
+    assert exchange.tiles[: exchange.page_size * rig.model.config.head_dim].any()
+    assert fetched == {"x": [float(MAX_LEN)], "seconds": [MAX_LEN / LAYERS]}
+    assert buffers.staging[:, :, 0, :MAX_LEN].any()
+    measuring._threads = 0
+    assert measuring._storing() is None
+    assert measuring._staging() is None
