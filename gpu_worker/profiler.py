@@ -74,7 +74,6 @@ class Profiler:
         self._deadline = 0.0
         self._threads = 0
         self._handoffs: dict[str, list[float]] = {}
-        self._advance: Callable[[], object] = lambda: None  # one more stage is measured
 
     @torch.inference_mode()
     def run(self, threads: int) -> dict[str, Any]:
@@ -82,27 +81,34 @@ class Profiler:
         begin = time.perf_counter()
         self._deadline = begin + BUDGET_S
         self._threads = threads
-        with progress("profiling stages", 7 if threads else 6) as self._advance:
-            seconds = self._stages_table()
+        seconds = self._stages_table()
         logger.info("profiled in %.1f s", time.perf_counter() - begin)
         return seconds
 
     def _stages_table(self) -> dict[str, Any]:
         tokens, rows, length = self._limits
-        return {
+        grid, moved = (up_to(ROWS, rows), up_to(LENGTHS, length)), min(tokens, length)
+        stages: dict[str, Callable[[], dict[str, Any] | None]] = {
+            "linear": lambda: self._curve(self._linear, up_to(LINEAR, tokens)),
+            "head": lambda: self._curve(self._head, up_to(HEAD, rows)),
+            "prefill_attn": lambda: self._prefill(up_to(PREFILL, tokens)),
+            "handoff": lambda: self._handoff_curve(up_to(HANDOFF, rows)),
+            "ride_handoff": self._ride_handoff,
+            "staging": self._staging,
+            "storing": self._storing,
+            "transfer": lambda: self._curve(self._transfer, up_to(TRANSFER, moved)),
+            "gpu_attn": lambda: self._surface(self._gpu_attn, *grid),
+            "cpu_attn": lambda: self._cpu_surface(*grid),  # behind ``handoff``, which it is less
+        }
+        table: dict[str, Any] = {
             "num_layers": self._model.config.num_hidden_layers,
             "overlaps_transfers": self.overlaps_transfers,
-            "linear": self._curve(self._linear, up_to(LINEAR, tokens)),
-            "head": self._curve(self._head, up_to(HEAD, rows)),
-            "prefill_attn": self._prefill(up_to(PREFILL, tokens)),
-            "handoff": self._handoff_curve(up_to(HANDOFF, rows)),
-            "ride_handoff": self._ride_handoff(),
-            "staging": self._staging(),
-            "storing": self._storing(),
-            "transfer": self._curve(self._transfer, up_to(TRANSFER, min(tokens, length))),
-            "gpu_attn": self._surface(self._gpu_attn, up_to(ROWS, rows), up_to(LENGTHS, length)),
-            "cpu_attn": self._cpu_surface(up_to(ROWS, rows), up_to(LENGTHS, length)),
         }
+        with progress("profiling stages", len(stages)) as advance:
+            for name, measure in stages.items():
+                table[name] = measure()
+                advance()
+        return table
 
     def _time(self, call: Callable[[], object]) -> float:
         """Median seconds of a call, once warm."""
@@ -135,7 +141,6 @@ class Profiler:
                 break
             points["x"].append(float(x))
             points["seconds"].append(self._time(make(x)))
-        self._advance()
         return points
 
     def _surface(
@@ -158,7 +163,6 @@ class Profiler:
                     table[i][j] = earlier * grown  # what is too slow to measure is proportional
                 else:
                     table[i][j] = self._time(make(count, length))
-        self._advance()
         return {"rows": list(rows), "tokens_per_row": list(lengths), "seconds": table}
 
     def _linear(self, tokens: int) -> Callable[[], object]:

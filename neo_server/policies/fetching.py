@@ -1,6 +1,7 @@
-"""What prompts in the CPU-cache cost beyond their arithmetic when they are cut into chunks.
+"""What prompts in the CPU-cache cost beyond their arithmetic.
 
-Each chunk but the first fetches those before it, layer by layer (``gpu_worker/cuda/chunks.py``).
+Their stores; and where they are cut into chunks, each but the first fetches those before it, layer
+by layer (``gpu_worker/cuda/chunks.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def first_on_cpu(view: View, started: Seqs, on_cpu: set[int], more: float) -> in
 
 
 def fetching(cost: CostModel, seq: SeqView, chunk: float) -> float:
-    """Seconds that a prompt's later chunks fetch: half of it each, on average.
+    """Seconds that a prompt stores, and that its later chunks fetch: half of it each, on average.
 
     One an iteration: its last chunk ends within one, in which the next prompt's first begins.
     """

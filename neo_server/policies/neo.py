@@ -235,8 +235,8 @@ def _waiting_room(
 
     A prompt takes the room of the whole sequence while nothing of it decodes. In the CPU-cache it
     takes none of the GPU's, and comes over when it is whole: as many as end in the meantime, and
-    their spread, as sequences end at random. None where what its chunks fetch costs more than one
-    more row would decode meanwhile.
+    their spread, as sequences end at random. None where what it stores and fetches costs more than
+    one more row would decode meanwhile.
     """
     if not (view.mean_output and _passes_through(view, cost)):
         return 0

@@ -97,10 +97,7 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
     monkeypatch.setattr(device.stages, "forward", noted)
     monkeypatch.setattr(ride_trial, "captured", lambda enqueue: enqueue)
     monkeypatch.setattr(ride_trial, "replayed", seconds)
-    cache: Any = device.stages.cache
-    nothing: Any = None
-    measuring = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
-    measuring.use(device.stages, device.native)
+    measuring = measuring_profiler(rig, device)
     with torch.inference_mode():
         found = measuring.riders(1, PLACES, 2, 8)()
     assert (found.riding, found.alone) == (1.0 + PLACES, 1.0)
@@ -220,10 +217,7 @@ def test_what_cpu_prefills_store_and_fetch_is_measured_against_tokens_that_do_ne
 
     monkeypatch.setattr(profiler, "captured", lambda enqueue: enqueue)
     monkeypatch.setattr(profiler, "replayed", seconds)
-    cache: Any = device.stages.cache
-    nothing: Any = None
-    measuring = CudaProfiler(rig.model, cache, nothing, 8, 3, MAX_LEN)
-    measuring.use(device.stages, device.native)
+    measuring = measuring_profiler(rig, device)
     measuring._threads, measuring._deadline = 1, inf
     exchange.tiles.zero_()
     with torch.inference_mode():
