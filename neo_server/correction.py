@@ -22,6 +22,7 @@ FACTORS = (
 )
 BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
 _WEIGHT = 0.08  # of the newest iteration
+_PROFILED = 3.0  # iterations that the profile counts for: a cold first one does not outweigh it
 _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
@@ -51,7 +52,8 @@ class CorrectedCost:
         self._storing = lru_cache(None)(base.storing)
         self._head = lru_cache(None)(base.head)
         self.factors = dict.fromkeys(FACTORS, 1.0)
-        self._seen = dict.fromkeys(FACTORS, 0.0)  # iterations that each was learned from
+        # Iterations that each was learned from.
+        self._seen = dict.fromkeys(FACTORS, _PROFILED)
         self._errors: deque[float] = deque(maxlen=_WINDOW)
 
     @property
@@ -162,13 +164,14 @@ class CorrectedCost:
 
         The rest of the iteration is the sum of its stages, whatever their order: each is corrected
         by its predicted share of it, so that iterations of different kinds tell stages apart. Not
-        learned from: iterations with copies between the caches, which no sum accounts for. Late
-        riders are waited for beside the GPU's attention, so that no sum is left then.
+        learned from: iterations with copies between the caches, which no sum accounts for; what
+        prefills on the CPU store is part of the sum where it was measured. Late riders are waited
+        for beside the GPU's attention, so that no sum is left then.
 
         What later chunks on the CPU fetch has no other witness: iterations with them tell it alone.
         """
-        staging = self._fetched(load)
-        if load.swaps or (not staging and any(b.moved or b.awaited for b in load.batches)):
+        staging, stored = self._fetched(load), sum(batch.stored for batch in load.batches)
+        if load.swaps or (stored and not staging and not self.storing(stored)):
             return
         if times.ride_wait > floor:
             self._learn_riders(load, times, measured, floor)

@@ -9,6 +9,7 @@ import pytest
 
 from neo_server.correction import BOUND, FACTORS, CorrectedCost
 from neo_server.cost_model import (
+    CostModel,
     FreeCost,
     Load,
     Ride,
@@ -241,7 +242,7 @@ def test_of_two_sub_batches_that_wait_for_the_cpu_t_ca_is_learned(
 class Skewed:
     """A cost model whose stages are wrong by different factors."""
 
-    def __init__(self, truth: RooflineCost, **factors: float) -> None:
+    def __init__(self, truth: CostModel, **factors: float) -> None:
         self._truth = truth
         self._factors = factors
 
@@ -326,6 +327,33 @@ def test_waiting_for_the_cpu_does_not_make_the_device_look_slow() -> None:
     learn_untimed(believed, truth, ["two batches"], rounds=60)
     assert believed.factors["linear"] == pytest.approx(1.0, rel=0.02)
     assert believed.cpu_attn(8, 64_000.0) == pytest.approx(truth.cpu_attn(8, 64_000.0), rel=0.1)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_iterations_that_store_for_the_cpu_tell_t_ca_where_stores_were_measured(
+    measured: bool,
+) -> None:
+    """Where every iteration has a prefill on the CPU there are no others to learn from."""
+    storing = {"x": [1, 5], "seconds": [0.01, 0.05]} if measured else None
+    truth = TableCost(table(storing=storing, overlaps_transfers=True))
+    believed = CorrectedCost(Skewed(truth, cpu_attn=2.0))
+    prefills = Load(cpu_rows=2, cpu_tokens=40).with_prefill(2, 0, moved=True, last=True)
+    load = StepLoad((prefills, Load(cpu_rows=2, cpu_tokens=40)))
+    times = StageTimes(cpu_wait=stage_times(truth, load).cpu_wait)
+    for _ in range(60):
+        result = StepResult(1, [], [], load.seconds(truth), times)
+        believed.learn(load, load.seconds(believed), result)
+    wanted = truth.cpu_attn(2, 40) * (1.0 if measured else 2.0)
+    assert believed.cpu_attn(2, 40) == pytest.approx(wanted, rel=0.05)
+
+
+def test_one_cold_iteration_moves_the_profile_little() -> None:
+    cost = CorrectedCost(TableCost(table()))
+    load = StepLoad((Load(cpu_rows=1, cpu_tokens=10),))
+    seconds = load.seconds(cost)
+    times = StageTimes(cpu_wait=(100 * seconds, 0.0))
+    cost.learn(load, seconds, StepResult(1, [], [], 101 * seconds, times))
+    assert 1.0 < cost.factors["cpu_attn"] < 1.5
 
 
 def test_late_riders_say_how_slow_the_cpu_is_and_nothing_about_the_device() -> None:
