@@ -2,8 +2,8 @@
 
 python scripts/timeline_figure.py timeline.json timeline.svg --layers 10 14
 
-One iteration with two sub-batches if there is one: the gpu worker's stages, a row for each
-sub-batch, and the attention tasks of every CPU thread.
+One iteration, by itself one with two sub-batches, else the one with the most attention tasks: the
+gpu worker's stages, a row for each sub-batch and for riders, and the tasks of every CPU thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ COLOURS = {
     "cpu_wait": "#d9d9d9", "swap": "#a87a9f", "head": "#8c8c8c", "attend": "#d08770",
 }  # fmt: skip
 SHADES = {0: 1.0, 1: 0.55}  # opacity by sub-batch
+RIDERS = 2  # as a channel
 NAMES = {
     "handoff": "stores, hand-off", "collect": "collect O", "gpu_attn": "attention here",
     "cpu_wait": "wait for O", "attend": "attention task",
@@ -39,10 +40,11 @@ def choose(spans: list[Event]) -> Event:
     )
 
 
-def rows_of(trace: dict[str, Any], low: int, high: int) -> dict[str, list[Event]]:
-    """By row of the drawing: spans while the gpu worker is in layers [low, high)."""
+def rows_of(trace: dict[str, Any], low: int, high: int, plan: int | None) -> dict[str, list[Event]]:
+    """By row of the drawing: spans while the gpu worker is in layers [low, high) of a plan."""
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    plan = choose(spans)["args"]["plan_id"]
+    if plan is None:
+        plan = choose(spans)["args"]["plan_id"]
     mine = [s for s in spans if s["args"].get("plan_id") == plan and "layer" in s["args"]]
     mine = [s for s in mine if low <= s["args"]["layer"] < high]
     begin = min(span["ts"] for span in mine)
@@ -55,7 +57,8 @@ def rows_of(trace: dict[str, Any], low: int, high: int) -> dict[str, list[Event]
     rows: dict[str, list[Event]] = {}
     for span in mine:
         if span["name"] != "swap" or span["dur"] > (end - begin) / 1000:
-            row = f"gpu worker\nbatch-{span['args'].get('channel', 0)}"
+            channel = span["args"].get("channel", 0)
+            row = "gpu worker\n" + ("riders" if channel == RIDERS else f"batch-{channel}")
             rows.setdefault(copies.get((span["pid"], span["tid"]), row), []).append(span)
     threads = {
         (event["pid"], event["tid"]): i
@@ -107,8 +110,9 @@ def main() -> None:
     parser.add_argument("timeline", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, nargs=2, default=(10, 14), metavar=("FROM", "TO"))
+    parser.add_argument("--plan", type=int, help="its plan_id; default: as said above")
     args = parser.parse_args()
-    draw(rows_of(json.loads(args.timeline.read_text()), *args.layers), args.out)
+    draw(rows_of(json.loads(args.timeline.read_text()), *args.layers, args.plan), args.out)
 
 
 if __name__ == "__main__":

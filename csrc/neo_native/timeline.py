@@ -29,6 +29,7 @@ __all__ = [
     "DEVICE_LANE",
     "FIRST_CPU_LANE",
     "HOST_LANE",
+    "RIDERS",
     "Lane",
     "RecordedLane",
     "SpanKind",
@@ -37,6 +38,7 @@ __all__ = [
 
 KIND = "timeline"
 HOST_LANE, DEVICE_LANE, FIRST_CPU_LANE = 0, device_lane, first_cpu_lane
+RIDERS = 2  # channel of the device's spans for riders, behind those of the sub-batches
 LANES = 256
 SPANS = 1 << 16  # of a lane; 4 MiB
 

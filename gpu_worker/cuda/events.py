@@ -15,8 +15,11 @@ IN_GRAPH = 8  # calls per replay, so that the cost of a replay is spread
 class Event:
     """A timed event, or one that is only waited for; methods as of ``torch.cuda.Event``."""
 
-    def __init__(self, timing: bool = True) -> None:
-        self._event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    def __init__(self, timing: bool = True, external: bool = False) -> None:
+        """``external``: recorded by every replay of a graph that it is captured into."""
+        self._event = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=timing, external=external
+        )
 
     def record(self) -> None:
         """Behind what the current stream holds now."""

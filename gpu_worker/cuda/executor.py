@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import Key, Shape
 from gpu_worker.cuda.drawing import Drawing
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.graphs import Graphs
@@ -25,7 +25,7 @@ from gpu_worker.cuda.plan import HostPlan, MetaLayout
 from gpu_worker.cuda.rides import VoidRiders
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import Mark as Point
-from gpu_worker.cuda.timeline import DeviceRecorder, Mark
+from gpu_worker.cuda.timeline import DeviceRecorder, Recorded
 from gpu_worker.executor import Outcome
 from gpu_worker.features import Features, Report
 from gpu_worker.kv_pool import GpuCache
@@ -56,7 +56,7 @@ class InFlight:
     copied: list[Point]  # behind its swaps
     seen: dict[int, int] = field(default_factory=dict)  # what was done, when last looked at
     since: float = 0.0  # when they last grew
-    marks: list[Mark] | None = None  # where the plan is recorded
+    recorded: Recorded | None = None
 
 
 class CudaExecutor:
@@ -131,9 +131,8 @@ class CudaExecutor:
         metas, outcome = self._pinned.pop()
         has_cpu = any(batch.n_cpu_rows for batch in plan.batches) or plan.rides is not None
         tasks, epochs, last_ride = 0, {}, 0
-        recorder = self._recorder
-        if recorder is not None and not recorder.begin_plan(plan.plan_id, self._depth):
-            recorder = None
+        key = self._key_of(plan)
+        recorder = self._recorder_of(plan, key)
         if has_cpu:
             assert exchange is not None
             tasks, epochs = exchange.announce(plan), exchange.last_epochs(plan)
@@ -151,7 +150,7 @@ class CudaExecutor:
             metas[-1].numpy()[:] = plan.rides.meta
             buffers.rides.meta.copy_(metas[-1], non_blocking=True)
         self._drawing.record(plan)
-        replayed, reports = self._enqueue(plan, recorder)
+        replayed, reports = self._enqueue(plan, key, recorder)
         reports += self._drawing.draw(plan)
         outcome.copy_(buffers.outcome, non_blocking=True)
         fetched = tuple(report.fetched() for report in reports)
@@ -164,20 +163,33 @@ class CudaExecutor:
             )
         )
         if recorder is not None:
-            self._in_flight[-1].marks = recorder.stages.take()
+            self._in_flight[-1].recorded = recorder.take()
+
+    def _key_of(self, plan: HostPlan) -> Key | None:
+        """Of the graph that serves it; None: its launches are made one by one."""
+        # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
+        if self._graphs is None or (plan.wanted is not None and len(plan.wanted.prompts) > 0):
+            return None
+        return self._graphs.key_of(plan)
+
+    def _recorder_of(self, plan: HostPlan, key: Key | None) -> DeviceRecorder | None:
+        """Where the plan is to be recorded; what it takes is made before the plan begins."""
+        recorder = self._recorder
+        if recorder is None or not recorder.begin_plan(plan.plan_id, self._depth):
+            return None
+        if key is not None:
+            recorder.prepare(key)
+        return recorder
 
     def _enqueue(
-        self, plan: HostPlan, recorder: DeviceRecorder | None
+        self, plan: HostPlan, key: Key | None, recorder: DeviceRecorder | None
     ) -> tuple[bool, list[Report]]:
         """The iteration. Whether it is a graph's, and the log-probabilities of prompts."""
-        # Prompts' log-probabilities need every token's last residual row: no graph keeps them.
-        eager = recorder is not None or (plan.wanted is not None and len(plan.wanted.prompts) > 0)
-        graph = self._graphs.find(plan) if self._graphs and not eager else None
         chunked = any(batch.cpu_chunks for batch in plan.batches)  # earlier chunks are read at once
-        if self._copies is not None and (graph is not None or chunked):
+        if self._copies is not None and (key is not None or chunked):
             self._copies.hold()
-        if graph is not None:
-            graph.replay()
+        if self._graphs is not None and key is not None:
+            (recorder or self._graphs).replay(key)
             return True, []
         reports: list[Report] = []
         stages = recorder.stages if recorder else self._stages
@@ -203,9 +215,9 @@ class CudaExecutor:
         if flight.announced and self._stages.exchange is not None:
             self._stages.exchange.retire(flight.plan)
         self._pinned.append((flight.staged, flight.outcome))
-        if flight.marks is not None and self._recorder is not None:
+        if flight.recorded is not None and self._recorder is not None:
             plan_id, tasks = flight.plan.plan_id, flight.cpu_tasks
-            self._recorder.write(plan_id, flight.marks, flight.begin, flight.end, tasks)
+            self._recorder.write(plan_id, flight.recorded, flight.begin, flight.end, tasks)
         return outcome
 
     def logits(self, channel: int, rows: int) -> Tensor:

@@ -59,7 +59,11 @@ class Graphs:
                 (taken - expected) / 2**20,
             )
 
-    def find(self, plan: HostPlan) -> torch.cuda.CUDAGraph | None:
-        """The graph that runs this plan's rows, or None where there is none."""
+    def key_of(self, plan: HostPlan) -> Key | None:
+        """Of the graph that runs this plan's rows, or None where there is none."""
         key = self._buckets.key_of(plan)
-        return self._graphs.get(key) if key else None
+        return key if key in self._graphs else None
+
+    def replay(self, key: Key) -> None:
+        """Enqueues the graph of ``key_of``."""
+        self._graphs[key].replay()

@@ -1,25 +1,26 @@
 """Spans of the device's stages, for ``--trace-timeline``.
 
-A recorded plan is launched kernel by kernel, each stage between two CUDA events, by stages of
-another class on the same buffers: graphs and the stages that serve hold nothing of it. Launches
-from the host leave gaps that a graph has not, so the spans show what runs beside what and how long
-each stage takes, not the iteration's length.
+A recorded plan runs as others do, by stages of another class on the same buffers that lay each
+stage between two CUDA events: in a graph of its own where a graph would serve it, so that no launch
+of the host's lies between the stages, else launched one by one. What serves holds nothing of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import Key, Shape
 from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import Lane
-from neo_native.timeline import DEVICE_LANE, SpanKind, Timeline
+from neo_native.timeline import DEVICE_LANE, RIDERS, SpanKind, Timeline
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,10 @@ class Mark:
     end: Event
 
 
-class MarkedStages(Stages):
-    """As the stages that it is made from, with marks around each."""
+class Marks:
+    """What lies between events, in the order in which it ended."""
 
-    def __init__(self, stages: Stages) -> None:
-        self.__dict__.update(stages.__dict__)
-        self.beside = None  # riders in line with the rows: spans of a lane do not overlap
+    def __init__(self) -> None:
         self._marks: list[Mark] = []
 
     def take(self) -> list[Mark]:
@@ -47,56 +46,109 @@ class MarkedStages(Stages):
         return taken
 
     @contextmanager
-    def marked(self, kind: SpanKind, layer: int = 0, channel: int = 0) -> Iterator[None]:
+    def around(self, kind: SpanKind, layer: int = 0, channel: int = 0) -> Iterator[None]:
         """What the current stream gets meanwhile."""
-        begin, end = Event(), Event()
+        begin, end = Event(external=True), Event(external=True)
         begin.record()
         yield
         end.record()
         self._marks.append(Mark(kind, layer, channel, begin, end))
 
+
+class MarkedStages(Stages):
+    """As the stages that it is made from, with marks around each."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.__dict__.update(stages.__dict__)
+        self.marks = Marks()
+
     def _embed(self, s: Shape) -> None:
-        with self.marked(SpanKind.HEAD, channel=s.channel):
+        with self.marks.around(SpanKind.HEAD, channel=s.channel):
             super()._embed(s)
 
     def linear(self, s: Shape, layer: int) -> None:
         """See ``Stages``."""
-        with self.marked(SpanKind.LINEAR, layer, s.channel):
+        with self.marks.around(SpanKind.LINEAR, layer, s.channel):
             super().linear(s, layer)
 
     def _post_projection(self, s: Shape, layer: int) -> None:
         if layer + 1 < self._config.num_hidden_layers:  # part of a linear stage
             super()._post_projection(s, layer)
             return
-        with self.marked(SpanKind.LINEAR, layer + 1, s.channel):
+        with self.marks.around(SpanKind.LINEAR, layer + 1, s.channel):
             super()._post_projection(s, layer)
 
     def store(self, s: Shape, layer: int) -> None:
         """See ``Stages``."""
-        with self.marked(SpanKind.HANDOFF, layer, s.channel):
+        with self.marks.around(SpanKind.HANDOFF, layer, s.channel):
             super().store(s, layer)
 
     def join(self, s: Shape, layer: int) -> None:
         """See ``Stages``: the wait and the collecting of what was waited for."""
         if not s.cpu_rows or layer == 0:
             return
-        with self.marked(SpanKind.CPU_WAIT, layer, s.channel):
+        with self.marks.around(SpanKind.CPU_WAIT, layer, s.channel):
             super().join(s, layer)
 
     def pass_riders(self, s: Shape, layer: int) -> None:
-        """See ``Stages``: with the wait for the cpu workers in it."""
-        with self.marked(SpanKind.HANDOFF, layer, s.channel):
+        """See ``Stages``: with the wait for the cpu workers in it; beside the rows' stages."""
+        with self.marks.around(SpanKind.HANDOFF, layer, RIDERS):
             super().pass_riders(s, layer)
 
     def attend(self, s: Shape, layer: int) -> None:
         """See ``Stages``."""
-        with self.marked(SpanKind.GPU_ATTN, layer, s.channel):
+        with self.marks.around(SpanKind.GPU_ATTN, layer, s.channel):
             super().attend(s, layer)
 
     def head(self, s: Shape) -> None:
         """See ``Stages``."""
-        with self.marked(SpanKind.HEAD, self._config.num_hidden_layers, s.channel):
+        with self.marks.around(SpanKind.HEAD, self._config.num_hidden_layers, s.channel):
             super().head(s)
+
+
+@dataclass(frozen=True)
+class MarkedGraph:
+    """The marks hold the times of its last replay."""
+
+    key: Key
+    replay: Callable[[], None]
+    marks: list[Mark]
+
+
+class MarkedGraphs:
+    """Captured when a plan asks for them, which waits for the device; each runs one plan at once.
+
+    A plan of a shape that was recorded before runs as soon as any other.
+    """
+
+    def __init__(self, stages: MarkedStages) -> None:
+        self._stages = stages
+        self._free: defaultdict[Key, list[MarkedGraph]] = defaultdict(list)
+        self._pool: Any = None  # all graphs': no two run at once
+
+    def take(self, key: Key) -> MarkedGraph:
+        """One whose last plan is over."""
+        return self._free[key].pop() if self._free[key] else self._captured(key)
+
+    def give_back(self, graph: MarkedGraph) -> None:
+        """Once its marks are read."""
+        self._free[graph.key].append(graph)
+
+    def _captured(self, key: Key) -> MarkedGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._stages.forward(key)
+        return MarkedGraph(key, graph.replay, self._stages.marks.take())
+
+
+@dataclass
+class Recorded:
+    """What a plan that was enqueued leaves to be read."""
+
+    marks: list[Mark] = field(default_factory=list)
+    graph: MarkedGraph | None = None
 
 
 class DeviceRecorder:
@@ -106,6 +158,9 @@ class DeviceRecorder:
         self._timeline = timeline
         self._lane = timeline.lane(DEVICE_LANE)
         self.stages = MarkedStages(stages)
+        self._graphs = MarkedGraphs(self.stages)
+        self._graph: MarkedGraph | None = None  # of the plan that is being enqueued
+        self._copies = Marks()
         self._origin: tuple[Event, int] | None = None  # an event, and when it was, in ns
 
     def begin_plan(self, plan_id: int, in_flight: int) -> bool:
@@ -121,12 +176,30 @@ class DeviceRecorder:
 
     def marked_copy(self, lane: Lane, layer: int) -> AbstractContextManager[None]:
         """A part of a plan's swaps, whose lane is current; the channel says which lane it is."""
-        return self.stages.marked(SpanKind.SWAP, layer, int(lane is Lane.IN))
+        return self._copies.around(SpanKind.SWAP, layer, int(lane is Lane.IN))
 
-    def write(
-        self, plan_id: int, marks: Sequence[Mark], begin: Event, end: Event, tasks: int
-    ) -> None:
+    def prepare(self, key: Key) -> None:
+        """Before the plan begins, so that a capture is no part of it."""
+        self._graph = self._graphs.take(key)
+
+    def replay(self, key: Key) -> None:
+        """The iteration, as the graph of that key, which is prepared, runs it."""
+        assert self._graph is not None
+        assert self._graph.key == key
+        self._graph.replay()
+
+    def take(self) -> Recorded:
+        """Of the plan that was enqueued last."""
+        marks = self._copies.take() + self.stages.marks.take()
+        recorded, self._graph = Recorded(marks, self._graph), None
+        return recorded
+
+    def write(self, plan_id: int, recorded: Recorded, begin: Event, end: Event, tasks: int) -> None:
         """Once the plan is over."""
+        marks = recorded.marks
+        if recorded.graph is not None:
+            marks = marks + recorded.graph.marks
+            self._graphs.give_back(recorded.graph)
         for mark in marks:
             self._lane.add(
                 mark.kind, self._ns(mark.begin), self._ns(mark.end),

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from neo_native.segments import Location
-from neo_native.timeline import DEVICE_LANE, FIRST_CPU_LANE, RecordedLane, SpanKind, Timeline
+from neo_native.timeline import (
+    DEVICE_LANE,
+    FIRST_CPU_LANE,
+    RIDERS,
+    RecordedLane,
+    SpanKind,
+    Timeline,
+)
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step
 
@@ -27,9 +34,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Event = dict[str, Any]
 
-# The device's copies run beside its stages: tracks of their own, behind those of all lanes.
-COPY_TID = 1 << 16
-COPIES = ("out", "in")  # by channel of the span
+# What the device does beside its rows' stages: tracks of their own, behind those of all lanes.
+BESIDE_TID = 1 << 16
+BESIDE = ("copies out", "copies in", "riders")
 
 # What of a span's fields says something, by kind.
 _STAGE = ("plan_id", "layer", "channel")
@@ -122,21 +129,28 @@ def _lane_events(lane: RecordedLane) -> Iterator[Event]:
     else:
         process, thread = "gpu_worker", "device" if lane.index == DEVICE_LANE else "host"
     yield from _names(lane.pid, lane.index, process, thread, 1 + lane.index)
-    copied: set[int] = set()
+    beside: set[int] = set()
     for span in lane.spans:
         kind, tid = SpanKind(int(span["kind"])), lane.index
-        if kind is SpanKind.SWAP and lane.index == DEVICE_LANE:
-            direction = int(span["channel"])
-            tid = COPY_TID + direction
-            if direction not in copied:
-                copied.add(direction)
-                name = f"copies {COPIES[direction]}"
-                yield from _names(lane.pid, tid, process, name, 1 + lane.index)
+        track = _beside(span) if lane.index == DEVICE_LANE else None
+        if track is not None:
+            tid = BESIDE_TID + track
+            if track not in beside:
+                beside.add(track)
+                yield from _names(lane.pid, tid, process, BESIDE[track], 1 + lane.index)
         fields = _ARGUMENTS.get(kind, _STAGE)
         arguments = {name: int(span[name]) for name in fields}
         begin, end = int(span["begin_ns"]), int(span["end_ns"])
         category = "cpu" if kind is SpanKind.ATTEND else "gpu"
         yield _complete(kind.name.lower(), category, lane.pid, tid, begin, end, arguments)
+
+
+def _beside(span: Any) -> int | None:
+    """The track of a span that lies beside the device's stages."""
+    channel = int(span["channel"])
+    if span["kind"] == SpanKind.SWAP:
+        return channel
+    return RIDERS if channel == RIDERS else None
 
 
 def _complete(

@@ -105,7 +105,6 @@ def test_rows_without_riders_have_no_branch() -> None:
     assert not any(what.startswith("riders") for what in stages.log)
 
 
-def test_a_recorded_plan_has_its_riders_in_line() -> None:
+def test_a_recorded_plan_has_its_riders_where_others_have_them() -> None:
     stages = LoggedStages(beside=True)
-    assert MarkedStages(stages).beside is None
-    assert stages.beside is not None
+    assert MarkedStages(stages).beside is stages.beside

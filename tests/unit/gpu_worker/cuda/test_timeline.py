@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
 
 from gpu_worker.cuda import timeline as cuda_timeline
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import Key, Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import Lane
-from gpu_worker.cuda.timeline import DeviceRecorder
+from gpu_worker.cuda.timeline import DeviceRecorder, MarkedGraph, MarkedGraphs, MarkedStages
 from gpu_worker.kv_pool import GpuCache
 from neo_native import RowKind
 from neo_native.location import Location
@@ -33,6 +34,9 @@ class ClockEvent:
     """The device's clock ticks once a millisecond, at every record."""
 
     ticks = itertools.count()
+
+    def __init__(self, external: bool = False) -> None:
+        pass
 
     def record(self) -> None:
         self.at = float(next(self.ticks))
@@ -74,11 +78,11 @@ def test_every_stage_of_a_recorded_plan_is_between_two_events(tmp_path: Path) ->
         recorder.stages.forward([Shape.of(batch)])
         end.record()
     assert torch.equal(buffers.logits[0, :1], plain)
-    recorder.write(7, recorder.stages.take(), begin, end, 0)
-    assert recorder.stages.take() == []
+    recorder.write(7, recorder.take(), begin, end, 0)
+    assert recorder.take().marks == []
     with recorder.marked_copy(Lane.IN, 2):
         pass
-    (copied,) = recorder.stages.take()
+    (copied,) = recorder.take().marks
     assert (copied.kind, copied.layer, copied.channel) == (SpanKind.SWAP, 2, 1)
 
     (lane,) = timeline.recorded()
@@ -95,3 +99,21 @@ def test_every_stage_of_a_recorded_plan_is_between_two_events(tmp_path: Path) ->
     assert whole["begin_ns"] < edges[0]
     assert edges[-1] < whole["end_ns"]
     assert set(lane.spans["plan_id"].tolist()) == {7}
+
+
+def test_a_graph_that_is_recorded_runs_one_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Key] = []
+
+    def capture(self: MarkedGraphs, key: Key) -> MarkedGraph:
+        captured.append(key)
+        return MarkedGraph(key, lambda: None, [])
+
+    monkeypatch.setattr(MarkedGraphs, "_captured", capture)
+    few, many = (Shape(0, 8, 8),), (Shape(0, 64, 64),)
+    graphs = MarkedGraphs(cast(MarkedStages, None))
+    first, second = graphs.take(few), graphs.take(few)
+    assert first is not second
+    graphs.give_back(first)
+    assert graphs.take(many).key == many
+    assert graphs.take(few) is first
+    assert captured == [few, few, many]

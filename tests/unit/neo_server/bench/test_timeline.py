@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from neo_native.location import Location
-from neo_native.timeline import DEVICE_LANE, HOST_LANE, SpanKind, Timeline
+from neo_native.timeline import DEVICE_LANE, HOST_LANE, RIDERS, SpanKind, Timeline
 from neo_server.bench.timeline import Recording, trace_of
 from neo_server.scheduler import Scheduler
 from neo_server.step import Step
@@ -124,12 +124,14 @@ def test_lanes_of_cpu_threads_are_named_by_worker_and_thread() -> None:
     assert named["thread_name"] == {"name": "thread 2"}
 
 
-def test_copies_of_the_device_have_tracks_of_their_own(recording: Recording) -> None:
+def test_copies_and_riders_of_the_device_have_tracks_of_their_own(recording: Recording) -> None:
     host, device = (recording.timeline.lane(i) for i in (HOST_LANE, DEVICE_LANE))
     host.add(SpanKind.SWAP, 10, 20)
     device.add(SpanKind.LINEAR, 10, 40, channel=1)
     for direction in (1, 0, 1):
         device.add(SpanKind.SWAP, 20, 30, layer=8, channel=direction)
+    for layer in range(2):
+        device.add(SpanKind.HANDOFF, 20, 30, layer=layer, channel=RIDERS)
     trace = trace_of(recording.timeline.recorded(), [])
     check_schema(trace)
     names = {
@@ -141,4 +143,5 @@ def test_copies_of_the_device_have_tracks_of_their_own(recording: Recording) -> 
         (event["name"], names[event["tid"]]) for event in trace["traceEvents"] if event["ph"] == "X"
     ]
     copies = [("swap", f"copies {way}") for way in ("in", "out", "in")]
-    assert tracks == [("swap", "host"), ("linear", "device"), *copies]
+    riders = [("handoff", "riders")] * 2
+    assert tracks == [("swap", "host"), ("linear", "device"), *copies, *riders]
