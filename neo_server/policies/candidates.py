@@ -127,16 +127,16 @@ def _shapes(view: View, cost: CostModel, base: Load, queue: Queue) -> Iterator[t
 def _pipelines(
     cost: CostModel, base: Load, count: int, tokens: TokensOf
 ) -> Iterator[tuple[int, int]]:
-    """Step 4: T_ca1 <= T_l0 + T_ga0, then T_ca0 within what is left of the cycle."""
+    """Step 4: T_ca1 within all of batch-0, then T_ca0 within what is left of the cycle."""
     if not base.tokens:  # CPU rows alone: two halves hide each other's linear stages
         if count:
             yield count - count // 2, count // 2
         return
     zero = Stages.of(cost, base)
-    second = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn)
-    second = max(second, min(count, 1))
-    one = cost.linear(second) + 2 * cost.handoff(second)
-    both = _fitting(cost, count, tokens, 0, zero.linear + zero.gpu_attn + one)
+    beside = zero.linear + zero.gpu_attn + zero.handoff  # what batch-0 is without CPU rows
+    second = max(_fitting(cost, count, tokens, 0, beside), min(count, 1))
+    one = cost.linear(second) + cost.handoff(second)
+    both = _fitting(cost, count, tokens, 0, beside + one + cost.handoff(second))
     first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
     if first > 0:
         yield first, second
