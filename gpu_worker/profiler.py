@@ -29,7 +29,7 @@ REPEATS = 5
 WORKERS_WAIT_S = 5.0
 POINT_S = 0.15  # spent on one point, unless a single call takes longer
 TOKENS = 1 << 20  # of K and V that a measurement of CPU attention reads, unless a layer has more
-LEAST_S = 1e-6  # of CPU attention, where the hand-off alone was measured to take as long
+LEAST_S = 1e-6  # of CPU attention
 
 LINEAR = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PREFILL = (16, 64, 256, 512, 1024)
@@ -49,6 +49,19 @@ class Measured:
     def __call__(self) -> float:
         """Once."""
         return self.call()
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Seconds of a layer of CPU decodes, from the stores of K and V to O."""
+
+    seconds: float
+    waited_s: float  # of these, for the cpu workers
+
+    @property
+    def own_s(self) -> float:
+        """The device's part: its stores, its signals, its reading of O."""
+        return max(self.seconds - self.waited_s, 0.0)
 
 
 class Profiler:
@@ -234,21 +247,24 @@ class Profiler:
         self._threads = 0
 
     def _handoff(self, rows: int) -> Callable[[], object]:
-        """Storing, publishing and collecting, around the least attention there is, per layer."""
-        return Measured(self._offloaded(rows, 1) if self._threads else lambda: 0.0)
+        """Storing, publishing and collecting, per layer, without the wait in between."""
+        if self._threads == 0:
+            return Measured(lambda: 0.0)
+        run = self._offloaded(rows, 1)
+        return Measured(lambda: run().own_s)
 
     def _cpu_attn(self, rows: int, length: int) -> Callable[[], object]:
-        """What attention over ``length`` tokens of each row adds to the hand-off of as many."""
+        """From the hand-off's signal to the cpu workers' answer: the rest of the round trip."""
         run = self._offloaded(rows, length)
         handoff = float(np.interp(rows, self._handoffs["x"], self._handoffs["seconds"]))
-        return Measured(lambda: max(run() - handoff, LEAST_S))
+        return Measured(lambda: max(run().seconds - handoff, LEAST_S))
 
     def _layers(self, rows: int, length: int) -> int:
         """That such rows are measured in, each with K and V of its own as in a plan."""
         return min(self._model.config.num_hidden_layers, max(TOKENS // (rows * length), 1))
 
-    def _offloaded(self, rows: int, length: int) -> Callable[[], float]:
-        """Seconds of a layer of a plan, from the stores of CPU-requests to their O.
+    def _offloaded(self, rows: int, length: int) -> Callable[[], RoundTrip]:
+        """Through the layers of a plan, from the stores of CPU-requests to their O.
 
         ``length``: tokens that each of the ``rows`` attends to. Raises ``TimeoutError`` where the
         cpu workers do not do their part.
@@ -260,16 +276,18 @@ class Profiler:
         slots, lengths = np.arange(rows, dtype=np.uint32), np.full(rows, length, np.uint32)
         decodes = CpuDecodes(slice(0, rows), slots, lengths - 1)
 
-        def run() -> float:
-            begin = time.perf_counter()
+        def run() -> RoundTrip:
+            begin, waited = time.perf_counter(), 0.0
             with self._offload.trial(slots, lengths):
                 for layer in range(layers):
                     self._offload.store_rows(layer, decodes, k, k)
                     self._offload.publish(0, layer, q)
+                    published = time.perf_counter()
                     if not self._offload.wait(0):
                         raise TimeoutError("the cpu workers did not do their part")
+                    waited += time.perf_counter() - published
                     self._offload.collect(0, out)
-            return (time.perf_counter() - begin) / layers
+            return RoundTrip((time.perf_counter() - begin) / layers, waited / layers)
 
         return run
 

@@ -21,6 +21,7 @@ FACTORS = (
     *("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "staging", "head"),
 )
 BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
+_LEAST_S = 1e-9  # where no stage takes any time
 _WEIGHT = 0.08  # of the newest iteration
 _PROFILED = 3.0  # iterations that the profile counts for: a cold first one does not outweigh it
 _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this much at most
@@ -242,9 +243,10 @@ class CorrectedCost:
         if len(stages) == 1:
             room = [(times.gpu_attn[0] + wait, predicted[0])]
         else:
-            handoff = times.handoff / 2
             whole = sum(times.linear) + sum(times.gpu_attn) + times.handoff + wait
-            room = [(whole - times.linear[i] - handoff, predicted[i]) for i in range(2)]
+            handoff = times.handoff / max(sum(stage.handoff for stage in stages), _LEAST_S)
+            own = [times.linear[i] + handoff * stages[i].handoff for i in range(2)]
+            room = [(whole - own[i], predicted[i]) for i in range(2)]
             room.append((whole, sum(predicted)))
         ratio = min(seconds / needed for seconds, needed in room if needed > 0.0)
         if ratio > 0.0 and (wait > floor or ratio < 1.0):

@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs=2, default=(10, 14), metavar=("FROM", "TO"))
     parser.add_argument("--plan", type=int, help="its plan_id; default: as said above")
     args = parser.parse_args()
-    draw(rows_of(json.loads(args.timeline.read_text()), *args.layers, args.plan), args.out)
+    low, high = args.layers
+    draw(rows_of(json.loads(args.timeline.read_text()), low, high, args.plan), args.out)
 
 
 if __name__ == "__main__":

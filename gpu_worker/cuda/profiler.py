@@ -19,7 +19,7 @@ from gpu_worker.cuda.plan import TILE_Q
 from gpu_worker.cuda.ride_trial import BesideRows, captured, replayed, timed
 from gpu_worker.cuda.spans import HostSwap
 from gpu_worker.cuda.stages import Stages
-from gpu_worker.profiler import POINT_S, REPEATS, Measured, Profiler, up_to
+from gpu_worker.profiler import POINT_S, REPEATS, Measured, Profiler, RoundTrip, up_to
 from neo_native import SwapKind
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class CudaProfiler(Profiler):
         shape = Shape(0, rows, rows)
         return Captured(lambda: self._stages.attend(shape, 0))
 
-    def _offloaded(self, rows: int, length: int) -> Callable[[], float]:
+    def _offloaded(self, rows: int, length: int) -> Callable[[], RoundTrip]:
         """Publishing, waiting and collecting in a graph: the pool spins from layer to layer."""
         exchange = self._stages.exchange
         assert exchange is not None
@@ -133,7 +133,7 @@ class CudaProfiler(Profiler):
 
         graph = captured(enqueue)  # without an epoch: nobody waits
 
-        def run() -> float:
+        def run() -> RoundTrip:
             (first, _, tasks), _ = self._native.announce(0, (slots, none), (lens, none))
             try:
                 self._stages.buffers.outcome.zero_()  # void no more
@@ -142,7 +142,9 @@ class CudaProfiler(Profiler):
                 fields["cpu_tasks"][: 2 * rows] = host.to(device)
                 last = first + layers - 1
                 give_up = partial(self._native.abort_through, 0, last)
-                return replayed(graph, patience_s, give_up) / layers
+                seconds = replayed(graph, patience_s, give_up)
+                waited = float(self._stages.buffers.waited_ns(0)) * 1e-9
+                return RoundTrip(seconds / layers, waited / layers)
             finally:
                 self._native.retire(0)
 

@@ -80,14 +80,16 @@ class Serving:
         exchange = RecordedExchange(self._reader, streams, cache)
         self._stages = stages = RecordedStages(exchange, tables, limits)
 
-        def find(plan: HostPlan) -> Any:
+        def key_of(plan: HostPlan) -> Any:
             """No graph has more than one later chunk."""
             few = sum(len(batch.cpu_chunks) for batch in plan.batches) < 2
-            return stages if few and draw.random() < graphs else None
+            return () if few and draw.random() < graphs else None
+
+        captured = SimpleNamespace(key_of=key_of, replay=lambda _: stages.replay())
 
         self._runner = executor_module.CudaExecutor(
             cast(Any, stages), cast(Any, SimpleNamespace(blocks=cache)), self._reader.layout,
-            cast(Any, SimpleNamespace(find=find)), PLANS_IN_FLIGHT, lambda: True, cast(Any, None),
+            cast(Any, captured), PLANS_IN_FLIGHT, lambda: True, cast(Any, None),
         )  # fmt: skip
         self._sizes = sizes
         self._flights: list[tuple[Step, Slot]] = []

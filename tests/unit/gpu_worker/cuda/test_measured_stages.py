@@ -111,10 +111,11 @@ def test_riders_are_measured_beside_decodes_and_against_as_many_rows(
 
 
 class Clock:
-    """Graphs that run as they are, whose every layer takes as long as this says."""
+    """Graphs that run as they are, whose every layer takes and waits as long as this says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stages: Stages) -> None:
-        self.layer_s = 0.0
+        self.layer_s = self.waited_s = 0.0
+        self._stages = stages
         self.layers: list[int] = []  # of each graph
         self._waits = 0
         join = stages.join
@@ -131,6 +132,7 @@ class Clock:
         self._waits = 0
         enqueue()
         self.layers.append(self._waits)
+        self._stages.buffers.waited_ns(0).fill_(int(1e9 * self.waited_s * self._waits))
         return self.layer_s * self._waits
 
 
@@ -164,6 +166,21 @@ def test_cpu_attention_is_what_layers_take_beyond_the_handoff(
     assert not device.stages.buffers.voided(0).item()
 
 
+def test_a_handoff_is_what_the_device_does_and_does_not_wait_for(
+    make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait is part of T_ca: both together are what a layer takes."""
+    rig, device = make[0], make[1](padded)
+    device.start_worker()
+    clock = Clock(monkeypatch, device.stages)
+    measuring = measuring_profiler(rig, device)
+    measuring._threads, measuring._deadline = 1, inf
+    clock.layer_s, clock.waited_s = 4e-3, 3e-3
+    with torch.inference_mode():
+        assert measuring._handoff_curve([1, 2])["seconds"] == pytest.approx([1e-3, 1e-3])
+        assert measuring._cpu_attn(2, MAX_LEN)() == pytest.approx(3e-3)
+
+
 def test_a_measurement_of_cpu_attention_ends_without_cpu_workers(
     make: tuple[Rig, Make], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +203,7 @@ def test_a_measurement_of_cpu_attention_ends_without_cpu_workers(
         device.start_worker()
         clock = Clock(monkeypatch, device.stages)
         clock.layer_s = 1.0
-        assert run() == 1.0
+        assert run().seconds == 1.0
     assert not device.stages.buffers.voided(0).item()
 
 
