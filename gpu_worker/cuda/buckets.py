@@ -95,6 +95,15 @@ def pair_buckets(most: int) -> list[int]:
     return _steps(most, ((1024, 128),))
 
 
+def ride_buckets(most: int, capacity: int) -> list[int]:
+    """Tokens beside the places of riders: with these as many as a product takes at a time."""
+    mixed = mixed_buckets(most)
+    found = [tokens - capacity for tokens in mixed if tokens > capacity]
+    if not found or found[-1] < min(most, MIXED_TOKENS):
+        found.append(mixed[-1])
+    return found
+
+
 def _steps(most: int, upto: Sequence[tuple[int, int]]) -> list[int]:
     """``upto``: bounds, and the step below each; then 256."""
     found: list[int] = []
@@ -139,6 +148,7 @@ class Buckets:
         self._pairs = [n for n in PAIRS if n <= self._rows[-1]]
         self._mates = list(dict.fromkeys(min(n, self._rows[-1]) for n in MATES))
         self._mixed = mixed_buckets(max_tokens)
+        self._ride_mixed = ride_buckets(max_tokens, ride_capacity)
         self._pair_mixed = pair_buckets(max_tokens)
         fewer = (0, *(n for n, _ in MIXED_ROWS))  # rows that the bucket before holds
         self._mixed_rows = [
@@ -180,12 +190,15 @@ class Buckets:
                 yield mixed_shape(tokens, rows, splits, True), decode_shape(1, b, True)
 
     def _ride_keys(self) -> Iterator[Key]:
-        for (shape,) in self._single_keys(cpu=False):
-            yield (shape.with_riders(self._ride_capacity),)
+        for n in self._rows:
+            yield (self._ridden(decode_shape(0, n, cpu=False)),)
         # Prefills straight into the CPU-cache feed the waves.
-        for tokens, rows, splits in self._rows_beside(self._mixed):
-            shape = replace(mixed_shape(tokens, rows, splits, cpu=True), cpu_rows=0)
-            yield (shape.with_riders(self._ride_capacity),)
+        for tokens, rows, splits in self._rows_beside(self._ride_mixed):
+            for cpu in (False, True):
+                yield (self._ridden(mixed_shape(tokens, rows, splits, cpu)),)
+
+    def _ridden(self, shape: Shape) -> Shape:
+        return replace(shape, cpu_rows=0).with_riders(self._ride_capacity)
 
     def key_of(self, plan: HostPlan) -> Key | None:
         """The least shape that holds this plan's rows, or None where there is none."""
@@ -204,10 +217,9 @@ class Buckets:
         if _decodes_only(batch):
             shape = self._decode_shape_of(batch, self._rows, batch.n_cpu_rows > 0)
         else:
-            shape = self._mixed_shape_of(batch, self._mixed, batch.to_cpu)
-        if shape is not None and riders:
-            shape = replace(shape, cpu_rows=0).with_riders(self._ride_capacity)
-        return shape
+            among = self._ride_mixed if riders else self._mixed
+            shape = self._mixed_shape_of(batch, among, batch.to_cpu)
+        return self._ridden(shape) if shape is not None and riders else shape
 
     def _pair_of(self, first: HostBatch, second: HostBatch) -> Key | None:
         """Two batches; CPU rows may be in both. Prefills are in the first."""

@@ -40,12 +40,15 @@ def chunk_limit(
         return most
     least = int(base.tokens) + 1  # some prefill always advances
     awaited = _awaited(draft, started) + _CROWD * more
-    limit = max(cheapest(cost, base, most, awaited, cpu_prompt), least)
+    # Where somebody rides, products take all places of riders beside the batch.
+    places = int(cost.ride_places) if (view.running.ride > 0).any() else 0
+    beside = replace(base, tokens=base.tokens + places)
+    limit = max(cheapest(cost, beside, most, awaited, cpu_prompt) - places, least)
     if view.mean_output:
         holds = view.gpu_blocks_total * view.block_size
         rows = holds / (view.mean_prompt + view.mean_output / 2) + view.cpu_decodes
         demand = min(rows, draft.seats) * view.mean_prompt / view.mean_output
-        limit = max(limit, _whole(int(base.tokens + _SPARE * demand), most))
+        limit = max(limit, _whole(int(beside.tokens + _SPARE * demand), most) - places)
     if view.first_token_due is not None:
         limit = _hurried(draft, cost, base, limit, started)
     if view.tpot_slo_s is None:

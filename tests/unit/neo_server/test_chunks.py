@@ -145,6 +145,31 @@ def test_long_prompts_with_short_answers_ask_for_more_than_is_cheap() -> None:
     assert limit_of(long) == limit_of(VIEW)
 
 
+class Placed(Rounded):
+    """Products take all places of riders where there is one rider."""
+
+    @property
+    def ride_places(self) -> float:
+        return 24.0
+
+
+@pytest.mark.parametrize("mean_output", [0.0, 20.0])
+def test_a_chunk_and_the_places_of_riders_together_fill_a_products_step(
+    mean_output: float,
+) -> None:
+    cost, rider = (
+        Placed(SHARP.hardware, SHARP.model),
+        SeqView(50, Place.CPU, 1001, 1000, 16, ride=3),
+    )
+    lengths = {"mean_prompt": 1000.0, "mean_output": mean_output}
+    alone = replace(VIEW, **lengths)
+    ridden = replace(alone, running=VIEW.running.plus(Seqs.of([rider])))
+    plain, beside = (chunk_limit(Draft(v), cost, DECODES, NONE) for v in (alone, ridden))
+    assert plain % 64 == 0
+    assert (beside + 24) % 64 == 0
+    assert beside > ROWS
+
+
 def test_a_target_for_tokens_bounds_a_chunk_and_whole_prompts_know_none() -> None:
     alone = iteration_time(SMOOTH, [DECODES])
     hurried = replace(VIEW, tpot_slo_s=1.01 * alone)

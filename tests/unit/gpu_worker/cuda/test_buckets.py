@@ -24,6 +24,7 @@ from gpu_worker.cuda.buckets import (
     decode_shape,
     mixed_buckets,
     pair_buckets,
+    ride_buckets,
 )
 from gpu_worker.cuda.plan import (
     PAD_TOKENS,
@@ -222,7 +223,8 @@ DECODES, MIXED = 19, 31  # 64 tokens need no graph of 256 decode rows
         ("two_batches", {(2, True, False): len(PAIRS) ** 2, (2, True, True): 48}),
         (
             "piggyback",
-            {(1, False, False): DECODES, (1, False, True): MIXED, (1, True, True): MIXED},
+            # One size more: places and a full budget are more than any product's step.
+            {(1, False, False): DECODES, (1, False, True): MIXED + 2, (1, True, True): MIXED + 2},
         ),
     ],
 )
@@ -294,6 +296,19 @@ def test_the_graph_of_a_plan_with_riders_has_their_places(batch: HostBatch, samp
     check_holds(shape, batch)
     assert shape.tokens >= batch.lead + batch.n_tokens
     assert shape.lead == RIDERS
+
+
+@pytest.mark.parametrize("riders", [1, RIDERS, 64, 100])
+@pytest.mark.parametrize("most", [1, 64, 65, 700, 2048, 4096])
+def test_places_of_riders_and_tokens_together_are_whole_steps_of_a_product(
+    most: int, riders: int
+) -> None:
+    made = ride_buckets(most, riders)
+    assert made == sorted(set(made))
+    assert made[0] > 0
+    assert made[-1] >= min(most, MIXED_TOKENS)
+    assert {tokens + riders for tokens in made[:-1]} <= set(mixed_buckets(most))
+    assert len(made) == 1 or made[-2] < min(most, MIXED_TOKENS)
 
 
 def test_riders_alone_have_a_graph() -> None:
