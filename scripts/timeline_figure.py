@@ -70,7 +70,8 @@ def rows_of(trace: dict[str, Any], low: int, high: int, plan: int | None) -> dic
     }
     for span in spans:
         if span["name"] == "attend" and span["ts"] < end and span["ts"] + span["dur"] > begin:
-            rows.setdefault(f"CPU thread {threads[span['pid'], span['tid']]}", []).append(span)
+            thread = threads[span["pid"], span["tid"]]
+            rows.setdefault(f"CPU thread {thread:2d}", []).append(span)
     return {row: [s | {"ts": s["ts"] - begin} for s in rows[row]] for row in sorted(rows)[::-1]}
 
 
