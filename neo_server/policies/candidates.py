@@ -22,8 +22,6 @@ _LEAST_WORTH = 0.05
 GAIN = 1.01
 # Standing still costs riders time, so a wave goes on unless the GPU alone is better by this much.
 _WAVE_GAIN = 1.02
-# Iterations over which a batch makes up for the stages that it throws away.
-_LASTS = 4
 # A wave takes a token's time to build up and to replace, so it begins, or is given up for batches,
 # only for this much.
 _SWITCH_GAIN = 1.1
@@ -92,7 +90,7 @@ def best(view: View, cost: CostModel, worth: Worth, base: Load, queue: Queue) ->
     bar = GAIN
     for first, second in _shapes(view, cost, base, queue):
         seconds = _time(cost, base, queue, first, second)
-        gained = first + second - queue.lost(first + second) / _LASTS
+        gained = first + second - queue.lost(first + second)
         score = (alone + worth.token * gained) / seconds
         late = view.tpot_slo_s is not None and seconds > view.tpot_slo_s
         if winner is None or (score > bar and not late):
@@ -135,8 +133,8 @@ def _pipelines(
     zero = Stages.of(cost, base)
     beside = zero.linear + zero.gpu_attn + zero.handoff  # what batch-0 is without CPU rows
     second = max(_fitting(cost, count, tokens, 0, beside), min(count, 1))
-    one = cost.linear(second) + cost.handoff(second)
-    both = _fitting(cost, count, tokens, 0, beside + one + cost.handoff(second))
+    one = cost.linear(second) + 2 * cost.handoff(second)
+    both = _fitting(cost, count, tokens, 0, beside + one)
     first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
     if first > 0:
         yield first, second
