@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from gpu_worker.cuda import attention
-from gpu_worker.cuda.beside import Beside
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
@@ -33,8 +32,6 @@ class AttentionStages:
         self.buffers = buffers
         self.exchange = exchange
         self.cache = cache
-        # Where prefills attend beside decodes: one is bound by arithmetic, the other by memory.
-        self.prefills_beside = Beside(model.device) if model.device.type == "cuda" else None
         self._loads = exchange.chunk_loads(buffers.staging) if exchange else None
         self._config = c = model.config
         self._scale = c.attention_scale * math.log2(math.e)
@@ -48,13 +45,7 @@ class AttentionStages:
 
     def attend(self, s: Shape, layer: int) -> None:
         """Attention on the device, into ``attn``."""
-        kv, beside = self.cache.blocks[layer], self.prefills_beside
-        if s.tiles and s.gpu_rows and beside is not None:
-            with beside.launched():
-                self._prefills(s, kv)
-            self.decode_attention(s, kv)
-            beside.join()
-            return
+        kv = self.cache.blocks[layer]
         if s.tiles:
             self._prefills(s, kv)
         if s.gpu_rows:

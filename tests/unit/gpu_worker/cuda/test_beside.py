@@ -1,4 +1,4 @@
-"""What a branch is launched behind, and what waits for it: a log of launches, no device."""
+"""What riders' branch is launched behind, and what waits for it: a log of launches, no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu_worker.cuda.attention_stages import AttentionStages
 from gpu_worker.cuda.buckets import Shape
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.timeline import MarkedStages
@@ -109,36 +108,3 @@ def test_rows_without_riders_have_no_branch() -> None:
 def test_a_recorded_plan_has_its_riders_where_others_have_them() -> None:
     stages = LoggedStages(beside=True)
     assert MarkedStages(stages).beside is stages.beside
-
-
-class LoggedAttention(AttentionStages):
-    """Launches nothing."""
-
-    def __init__(self, *, beside: bool) -> None:
-        self.log: list[str] = []
-        self.cache: Any = SimpleNamespace(blocks=torch.zeros(LAYERS, 1))
-        self.prefills_beside: Any = LoggedBeside(self.log) if beside else None
-
-    def _prefills(self, s: Shape, kv: torch.Tensor) -> None:
-        self.log.append("prefills")
-
-    def decode_attention(self, s: Shape, kv: torch.Tensor) -> None:
-        self.log.append("decodes")
-
-
-@pytest.mark.parametrize(
-    ("shape", "beside", "wanted"),
-    [
-        (Shape(0, 8, 4, tiles=1), True, ["fork", "prefills", "through", "decodes", "join"]),
-        (Shape(0, 8, 4, tiles=1), False, ["prefills", "decodes"]),
-        (Shape(0, 8, 0, tiles=1), True, ["prefills"]),
-        (Shape(0, 8, 4), True, ["decodes"]),
-    ],
-    ids=["both", "no branch", "prefills alone", "decodes alone"],
-)
-def test_prefills_attend_beside_decodes_where_there_are_both(
-    shape: Shape, beside: bool, wanted: list[str]
-) -> None:
-    stages = LoggedAttention(beside=beside)
-    stages.attend(shape, 0)
-    assert stages.log == wanted
