@@ -18,7 +18,7 @@ COLOURS = {
     "cpu_wait": "#d9d9d9", "swap": "#a87a9f", "head": "#8c8c8c", "attend": "#d08770",
 }  # fmt: skip
 SHADES = {0: 1.0, 1: 0.55}  # opacity by sub-batch
-RIDERS = 2  # as a channel
+BESIDE = ("copies out", "copies in", "riders")  # tracks of the device beside its stages
 NAMES = {
     "handoff": "stores, hand-off", "collect": "collect O", "gpu_attn": "attention here",
     "cpu_wait": "wait for O", "attend": "attention task",
@@ -49,17 +49,16 @@ def rows_of(trace: dict[str, Any], low: int, high: int, plan: int | None) -> dic
     mine = [s for s in mine if low <= s["args"]["layer"] < high]
     begin = min(span["ts"] for span in mine)
     end = max(span["ts"] + span["dur"] for span in mine)
-    copies = {
+    beside = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in trace["traceEvents"]
-        if event["name"] == "thread_name" and event["args"]["name"].startswith("copies")
+        if event["name"] == "thread_name" and event["args"]["name"] in BESIDE
     }
     rows: dict[str, list[Event]] = {}
     for span in mine:
         if span["name"] != "swap" or span["dur"] > (end - begin) / 1000:
-            channel = span["args"].get("channel", 0)
-            row = "gpu worker\n" + ("riders" if channel == RIDERS else f"batch-{channel}")
-            rows.setdefault(copies.get((span["pid"], span["tid"]), row), []).append(span)
+            row = f"gpu worker\nbatch-{span['args'].get('channel', 0)}"
+            rows.setdefault(beside.get((span["pid"], span["tid"]), row), []).append(span)
     threads = {
         (event["pid"], event["tid"]): i
         for i, event in enumerate(

@@ -123,6 +123,11 @@ def decode_shape(channel: int, rows: int, cpu: bool) -> Shape:
     return Shape(channel, rows, rows, rows if cpu else 0, cpu, sampled=rows)
 
 
+def most_tiles(tokens: int) -> int:
+    """Of prefill attention in a bucket of so many tokens."""
+    return -(-tokens // TILE_Q) + MIXED_PREFILLS
+
+
 def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
     """Prefills and decodes in one batch."""
     return Shape(
@@ -131,7 +136,7 @@ def mixed_shape(tokens: int, rows: int, splits: int, cpu: bool) -> Shape:
         gpu_rows=rows,
         cpu_rows=MIXED_CPU_ROWS if cpu else 0,
         to_cpu=cpu,
-        tiles=tokens // TILE_Q + MIXED_PREFILLS,
+        tiles=most_tiles(tokens),
         sampled=rows + MIXED_PREFILLS,
         chunk_place=cpu,
         splits=splits,
@@ -244,7 +249,7 @@ class Buckets:
         rows = next((pair for pair in self._mixed_rows if pair[0] >= wanted), None)
         if tokens is None or rows is None or len(batch.cpu_chunks) > 1:
             return None
-        if batch.n_cpu_rows > MIXED_CPU_ROWS or batch.n_tiles > tokens // TILE_Q + MIXED_PREFILLS:
+        if batch.n_cpu_rows > MIXED_CPU_ROWS or batch.n_tiles > most_tiles(tokens):
             return None
         return mixed_shape(tokens, *rows, cpu)
 

@@ -178,6 +178,9 @@ class CudaExecutor:
         if recorder is None or not recorder.begin_plan(plan.plan_id, self._depth):
             return None
         if key is not None:
+            if not recorder.has(key):  # capturing waits for the device, and watches over nothing
+                for flight in self._in_flight:
+                    self._await(flight)
             recorder.prepare(key)
         return recorder
 

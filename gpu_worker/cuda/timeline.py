@@ -118,13 +118,17 @@ class MarkedGraph:
 class MarkedGraphs:
     """Captured when a plan asks for them, which waits for the device; each runs one plan at once.
 
-    A plan of a shape that was recorded before runs as soon as any other.
+    So the first plans of a shape, as many as are in flight, begin on an idle device.
     """
 
     def __init__(self, stages: MarkedStages) -> None:
         self._stages = stages
         self._free: defaultdict[Key, list[MarkedGraph]] = defaultdict(list)
         self._pool: Any = None  # all graphs': no two run at once
+
+    def has(self, key: Key) -> bool:
+        """One is captured whose last plan is over."""
+        return bool(self._free[key])
 
     def take(self, key: Key) -> MarkedGraph:
         """One whose last plan is over."""
@@ -178,6 +182,10 @@ class DeviceRecorder:
         """A part of a plan's swaps, whose lane is current; the channel says which lane it is."""
         return self._copies.around(SpanKind.SWAP, layer, int(lane is Lane.IN))
 
+    def has(self, key: Key) -> bool:
+        """To ``prepare`` this key captures nothing."""
+        return self._graphs.has(key)
+
     def prepare(self, key: Key) -> None:
         """Before the plan begins, so that a capture is no part of it."""
         self._graph = self._graphs.take(key)
@@ -196,11 +204,8 @@ class DeviceRecorder:
 
     def write(self, plan_id: int, recorded: Recorded, begin: Event, end: Event, tasks: int) -> None:
         """Once the plan is over."""
-        marks = recorded.marks
-        if recorded.graph is not None:
-            marks = marks + recorded.graph.marks
-            self._graphs.give_back(recorded.graph)
-        for mark in marks:
+        graph = recorded.graph
+        for mark in (*recorded.marks, *(graph.marks if graph else ())):
             self._lane.add(
                 mark.kind, self._ns(mark.begin), self._ns(mark.end),
                 plan_id=plan_id, layer=mark.layer, channel=mark.channel,
@@ -208,6 +213,8 @@ class DeviceRecorder:
         self._lane.add(
             SpanKind.ITERATION, self._ns(begin), self._ns(end), plan_id=plan_id, tasks=tasks
         )
+        if graph is not None:
+            self._graphs.give_back(graph)
 
     def _ns(self, event: Event) -> int:
         assert self._origin is not None

@@ -42,6 +42,8 @@ def chunk_limit(
     awaited = _awaited(draft, started) + _CROWD * more
     # Where somebody rides, products take all places of riders beside the batch.
     places = int(cost.ride_places) if (view.running.ride > 0).any() else 0
+    if base.tokens + places >= most:
+        places = 0  # no step holds both
     beside = replace(base, tokens=base.tokens + places)
     limit = max(cheapest(cost, beside, most, awaited, cpu_prompt) - places, least)
     if view.mean_output:
@@ -54,11 +56,11 @@ def chunk_limit(
     if view.tpot_slo_s is None:
         return limit
     if cpu_prompt and len(started):
-        base = replace(base, staged=base.staged + int(started.num_computed[0]))
+        beside = replace(beside, staged=beside.staged + int(started.num_computed[0]))
     low, high = least, limit
     while low < high:
         middle = (low + high + 1) // 2
-        grown = base.with_prefill(middle - int(base.tokens), 0, moved=False, last=False)
+        grown = beside.with_prefill(middle - int(base.tokens), 0, moved=False, last=False)
         if iteration_time(cost, [grown]) <= view.tpot_slo_s:
             low = middle
         else:

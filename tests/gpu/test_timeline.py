@@ -37,6 +37,9 @@ def test_recorded_plans_leave_what_others_leave_and_their_stages_in_order(
             if recorded:
                 runner.record(timeline)
             left.append(serve(rig, runner, SIZES, REQUESTS))
+            if runner._recorder is not None:
+                kept = runner._recorder._graphs._free.values()
+                assert (sum(len(free) for free in kept) > 0) == graphs
         rig.close()
     plain, beside = left
     assert beside.tokens == plain.tokens

@@ -170,6 +170,32 @@ def test_a_chunk_and_the_places_of_riders_together_fill_a_products_step(
     assert beside > ROWS
 
 
+def ridden(view: View) -> View:
+    rider = SeqView(50, Place.CPU, 1001, 1000, 16, ride=3)
+    return replace(view, running=VIEW.running.plus(Seqs.of([rider])))
+
+
+def test_where_no_step_holds_rows_and_places_a_chunk_takes_the_budget() -> None:
+    cost = Placed(SHARP.hardware, SHARP.model)
+    full = Load(tokens=40, gpu_rows=40, gpu_tokens=40_000, sampled=40)
+    small = ridden(replace(VIEW, max_num_batched_tokens=64))
+    assert chunk_limit(Draft(small), cost, full, NONE) == 64
+    assert chunk_limit(Draft(small), cost, DECODES, NONE) == 64 - 24
+
+
+def test_a_target_for_tokens_counts_the_places_of_riders() -> None:
+    cost = Placed(SHARP.hardware, SHARP.model)
+    slo = 1.015 * iteration_time(cost, [DECODES])
+    limit = chunk_limit(Draft(ridden(replace(VIEW, tpot_slo_s=slo))), cost, DECODES, NONE)
+
+    def seconds(tokens: int) -> float:
+        beside = replace(DECODES, tokens=ROWS + 24)
+        return iteration_time(cost, [beside.with_prefill(tokens, 0, moved=False, last=False)])
+
+    assert limit > ROWS + 1
+    assert seconds(limit - ROWS) <= slo < seconds(limit - ROWS + 1)
+
+
 def test_a_target_for_tokens_bounds_a_chunk_and_whole_prompts_know_none() -> None:
     alone = iteration_time(SMOOTH, [DECODES])
     hurried = replace(VIEW, tpot_slo_s=1.01 * alone)

@@ -347,6 +347,22 @@ def test_iterations_that_store_for_the_cpu_tell_t_ca_where_stores_were_measured(
     assert believed.cpu_attn(2, 40) == pytest.approx(wanted, rel=0.05)
 
 
+def test_what_batch_0_stores_is_no_part_of_what_hides_batch_1() -> None:
+    storing = {"x": [1, 3], "seconds": [2.0, 6.0]}
+    truth = TableCost(table(storing=storing, overlaps_transfers=True))
+    believed = CorrectedCost(Skewed(truth, cpu_attn=2.0))
+    prefills = Load().with_prefill(2, 0, moved=True, last=True)
+    load = StepLoad((prefills, Load(tokens=2, cpu_rows=2, cpu_tokens=80)))
+    first, second = load.stages(truth)
+    assert first.handoff > second.handoff > 0.0 == first.cpu_attn
+    times = stage_times(truth, load)
+    assert sum(times.cpu_wait) > 0.0
+    for _ in range(60):
+        result = StepResult(1, [], [], load.seconds(truth), times)
+        believed.learn(load, load.seconds(believed), result)
+    assert believed.cpu_attn(2, 80) == pytest.approx(truth.cpu_attn(2, 80), rel=0.02)
+
+
 def test_one_cold_iteration_moves_the_profile_little() -> None:
     cost = CorrectedCost(TableCost(table()))
     load = StepLoad((Load(cpu_rows=1, cpu_tokens=10),))

@@ -318,6 +318,15 @@ def test_riders_alone_have_a_graph() -> None:
     assert key in set(chosen.keys(PLAN_MODES))
 
 
+def test_many_short_prefills_beside_riders_have_a_graph() -> None:
+    """A bucket's tokens are no whole tiles there."""
+    batch = batch_of(0, 57, 0, [31] * 20 + [32, 34, 35, 35, 35], sampled_prefills=25)
+    assert (batch.n_tokens, batch.n_tiles) == (848, 25)
+    for more in range(MIXED_PREFILLS - 11 + 1):
+        tiled = replace(batch, n_tiles=25 + more)
+        assert Buckets(256, 2048, 16).key_of(riding(tiled, 0)) is not None
+
+
 def test_riders_with_two_sub_batches_have_none() -> None:
     plan = riding(batch_of(0, 8, 0, []), 0)
     two = replace(plan, batches=(*plan.batches, batch_of(1, 0, 8, [])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,14 +17,15 @@ if torch.cuda.is_available():
 from gpu_worker.cuda import timeline as cuda_timeline
 from gpu_worker.cuda.buckets import Key, Shape
 from gpu_worker.cuda.buffers import Buffers
+from gpu_worker.cuda.events import Event
 from gpu_worker.cuda.plan_reader import HostPlanReader
 from gpu_worker.cuda.stages import Stages
 from gpu_worker.cuda.streams import Lane
-from gpu_worker.cuda.timeline import DeviceRecorder, MarkedGraph, MarkedGraphs, MarkedStages
+from gpu_worker.cuda.timeline import DeviceRecorder, Mark, MarkedGraph, MarkedGraphs, MarkedStages
 from gpu_worker.kv_pool import GpuCache
 from neo_native import RowKind
 from neo_native.location import Location
-from neo_native.timeline import DEVICE_LANE, SpanKind, Timeline
+from neo_native.timeline import DEVICE_LANE, RIDERS, SpanKind, Timeline
 from protos.model_config import ModelConfig
 from tests.helpers.engine_rig import BLOCK_SIZE, CPU, MAX_LEN, Rig, Row
 from tests.helpers.fake_cpu_side import FakeCpuSide
@@ -101,19 +103,69 @@ def test_every_stage_of_a_recorded_plan_is_between_two_events(tmp_path: Path) ->
     assert set(lane.spans["plan_id"].tolist()) == {7}
 
 
-def test_a_graph_that_is_recorded_runs_one_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Key] = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
+    """The keys that were captured; each graph's one mark is around its replay."""
+    keys: list[Key] = []
 
     def capture(self: MarkedGraphs, key: Key) -> MarkedGraph:
-        captured.append(key)
-        return MarkedGraph(key, lambda: None, [])
+        keys.append(key)
+        mark = Mark(SpanKind.LINEAR, 1, 0, cast(Event, ClockEvent()), cast(Event, ClockEvent()))
+
+        def replay() -> None:
+            mark.begin.record()
+            mark.end.record()
+
+        return MarkedGraph(key, replay, [mark])
 
     monkeypatch.setattr(MarkedGraphs, "_captured", capture)
-    few, many = (Shape(0, 8, 8),), (Shape(0, 64, 64),)
+    return keys
+
+
+FEW, MANY = (Shape(0, 8, 8),), (Shape(0, 64, 64),)
+
+
+def test_a_graph_that_is_recorded_runs_one_plan_at_once(captured: list[Key]) -> None:
     graphs = MarkedGraphs(cast(MarkedStages, None))
-    first, second = graphs.take(few), graphs.take(few)
+    first, second = graphs.take(FEW), graphs.take(FEW)
     assert first is not second
+    assert not graphs.has(FEW)
     graphs.give_back(first)
-    assert graphs.take(many).key == many
-    assert graphs.take(few) is first
-    assert captured == [few, few, many]
+    assert graphs.has(FEW)
+    assert graphs.take(MANY).key == MANY
+    assert graphs.take(FEW) is first
+    assert captured == [FEW, FEW, MANY]
+
+
+def test_what_a_graph_that_was_replayed_marks_is_written_and_the_graph_free_again(
+    captured: list[Key], tmp_path: Path
+) -> None:
+    timeline = Timeline.create(Location("cuda", str(tmp_path)), lanes=3, spans=16)
+    timeline.window(7, 9)
+    recorder = DeviceRecorder(timeline, cast(Stages, SimpleNamespace()))
+    for plan in (7, 8):
+        assert recorder.begin_plan(plan, 1)
+        assert recorder.has(FEW) == (plan == 8)
+        begin, end = ClockEvent(), ClockEvent()
+        recorder.prepare(FEW)
+        begin.record()
+        with recorder.marked_copy(Lane.OUT, 0):
+            recorder.replay(FEW)
+        end.record()
+        recorder.write(plan, recorder.take(), cast(Event, begin), cast(Event, end), 0)
+    assert captured == [FEW]
+    (lane,) = timeline.recorded()
+    kinds = [SpanKind(int(span["kind"])) for span in lane.spans]
+    assert kinds == [SpanKind.SWAP, SpanKind.LINEAR, SpanKind.ITERATION] * 2
+    assert lane.spans["plan_id"].tolist() == [7] * 3 + [8] * 3
+    for copy, stage, whole in (lane.spans[:3], lane.spans[3:]):
+        assert whole["begin_ns"] < copy["begin_ns"] < stage["begin_ns"]
+        assert stage["end_ns"] < copy["end_ns"] < whole["end_ns"]
+
+
+def test_riders_have_a_channel_of_their_own() -> None:
+    stages = MarkedStages(cast(Stages, SimpleNamespace(buffers=SimpleNamespace(rides=None))))
+    stages.exchange = None
+    stages.pass_riders(Shape(0, 8, 4, lead=4), 2)
+    (mark,) = stages.marks.take()
+    assert (mark.kind, mark.layer, mark.channel) == (SpanKind.HANDOFF, 2, RIDERS)
