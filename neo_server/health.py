@@ -23,6 +23,7 @@ class Health:
         self._names = ("", *services)
         self._changed = asyncio.Event()
         self._draining = False
+        self._before: str | None = None  # the trouble that was told last; None: nothing was
 
     async def open(self) -> None:
         """NOT_SERVING until ``watch``."""
@@ -34,17 +35,21 @@ class Health:
 
     async def watch(self, trouble: Callable[[], str]) -> None:
         """Follows ``trouble``, which says why nothing can be served; "": all is well."""
-        before: str | None = None
         while True:
             self._changed.clear()
-            now = trouble()
-            if now != before:
-                await self._set(not now)
-                if not self._draining and (now or before):
-                    _log.warning("%s", f"NOT_SERVING: {now}" if now else "SERVING again")
-                before = now
+            await self.look(trouble)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+
+    async def look(self, trouble: Callable[[], str]) -> None:
+        """Once."""
+        now, before = trouble(), self._before
+        if now == before:
+            return
+        await self._set(not now)
+        if not self._draining and (now or before):
+            _log.warning("%s", f"NOT_SERVING: {now}" if now else "SERVING again")
+        self._before = now
 
     async def drain(self) -> None:
         """NOT_SERVING for good; those that watch are told."""

@@ -208,6 +208,7 @@ class Server:
         """Becomes ready, then follows the engine, which ends only by failing."""
         engine = await self._start_engine(state)
         assert self._engine_task is not None
+        await self._health.look(state.trouble)  # whoever finds the address may ask at once
         if self.options.address_file is not None:
             addresses = (self.address, self.control_address, self.http_address)
             line = " ".join(filter(None, addresses))

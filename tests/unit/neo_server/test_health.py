@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -88,7 +89,7 @@ def test_a_policy_with_cpu_requests_only_needs_a_cpu_worker_that_lives(
         process.worker()
         process.until(process.address_file.exists)
         states = watch(process)
-        assert next(states).status == SERVING
+        assert SERVING in (state.status for state in islice(states, 2))  # it may start late
         info = process.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10.0)
         (pid,) = (w.pid for w in info.workers if w.kind == pb.WorkerInfo.KIND_CPU_ATTN)
         os.kill(pid, signal.SIGSTOP)
