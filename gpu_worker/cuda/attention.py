@@ -19,7 +19,8 @@ def _attend(scores, v, top, total, acc):
 
 
 @triton.jit
-def decode_kernel(
+def _decode(
+    r, h, split,
     qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
     out, part_o, part_ml, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
@@ -30,7 +31,6 @@ def decode_kernel(
 
     ``row_lens`` 0: no such row. ``scale`` includes log2 e. Partial O is not normalised.
     """
-    r, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(row_lens + r)
     share = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
     low = split * share
@@ -74,6 +74,23 @@ def decode_kernel(
 
 
 @triton.jit
+def decode_kernel(
+    qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
+    out, part_o, part_ml, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Decodes: a program for each row, KV head and split."""
+    _decode(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
+        out, part_o, part_ml, scale,
+        HEADS, KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
 def merge_splits_kernel(
     part_o, part_ml, row_tokens, row_lens, out,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -103,9 +120,9 @@ def merge_splits_kernel(
         tl.store(to, merged.to(out.dtype.element_ty), mask=in_dim)
 
 
-# Launches for further chunks begin at any tile: nothing is compiled while plans run.
-@triton.jit(do_not_specialize_on_alignment=["tile_rows", "tile_firsts"])
-def prefill_kernel(
+@triton.jit
+def _prefill(
+    head, tile,
     qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
     tile_rows, tile_firsts, row_tokens, row_news, row_starts, row_tables,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -115,9 +132,8 @@ def prefill_kernel(
 
     First over what its cache holds already, by block, or, with a ``row_tables`` below 0, what lies
     token by token in ``staging``; then over the row's own new K and V where the projection left
-    them. Heads are the quick index of the grid: programs of tiles that are none begin last.
+    them.
     """
-    head, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)
     if row >= 0:
         h = head // (HEADS // KV_HEADS)
@@ -180,3 +196,52 @@ def prefill_kernel(
             top, total, acc = _attend(scores, v, top, total, acc)
         to = out + ((base + i) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_q)
+
+
+# Launches for further chunks begin at any tile: nothing is compiled while plans run.
+@triton.jit(do_not_specialize_on_alignment=["tile_rows", "tile_firsts"])
+def prefill_kernel(
+    qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
+    tile_rows, tile_firsts, row_tokens, row_news, row_starts, row_tables,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_Q: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Prefills. Heads are the quick index of the grid: tiles that are none begin last."""
+    _prefill(
+        tl.program_id(0), tl.program_id(1),
+        qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
+        tile_rows, tile_firsts, row_tokens, row_news, row_starts, row_tables,
+        HEADS, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_Q, TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_tiles", "n_rows"])
+def prefill_and_decode_kernel(
+    n_tiles, n_rows,
+    qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
+    tile_rows, tile_firsts, prefill_tokens, prefill_news, prefill_starts, prefill_tables,
+    row_tokens, row_lens, part_o, part_ml,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Both at once: one is bound by arithmetic and latency, the other by memory.
+
+    As in POD-Attention (arXiv 2410.18038). A prefill's programs take longer, so they begin first.
+    """
+    program = tl.program_id(0)
+    if program < n_tiles * HEADS:  # heads are the quick index, as above
+        _prefill(
+            program % HEADS, program // HEADS,
+            qkv, cache, cache_plane, tables, table_stride, staging, staging_plane, out, scale,
+            tile_rows, tile_firsts, prefill_tokens, prefill_news, prefill_starts, prefill_tables,
+            HEADS, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_Q, TILE,
+        )  # fmt: skip
+    else:
+        at = program - n_tiles * HEADS
+        _decode(
+            at % n_rows, at // n_rows % KV_HEADS, at // n_rows // KV_HEADS,
+            qkv, cache, cache_plane, tables, table_stride, row_tokens, row_lens,
+            out, part_o, part_ml, scale,
+            HEADS, KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, SPLITS,
+        )  # fmt: skip

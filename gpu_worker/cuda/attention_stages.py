@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from gpu_worker.cuda import attention
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import Shape, mixed_splits
 from gpu_worker.cuda.buffers import Buffers, ChannelBuffers, n_splits
 from gpu_worker.cuda.exchange import DeviceExchange
 from gpu_worker.cuda.plan import TILE_Q
-from gpu_worker.cuda.tiles import decode_tiles, prefill_tiles
+from gpu_worker.cuda.tiles import decode_tiles, mixed_tiles, prefill_tiles
 from gpu_worker.kv_pool import GpuCache
 from gpu_worker.model import LlamaModel
 
@@ -37,6 +37,7 @@ class AttentionStages:
         self._scale = c.attention_scale * math.log2(math.e)
         self._dim_pad = max(16, triton.next_power_of_2(c.head_dim))
         self.prefill_tiles = prefill_tiles(self._dim_pad, model.dtype.itemsize)
+        self.mixed_tiles = mixed_tiles(self._dim_pad, model.dtype.itemsize)
         group = c.num_attention_heads // c.num_key_value_heads
         self._group = {"GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group))}
 
@@ -46,6 +47,9 @@ class AttentionStages:
     def attend(self, s: Shape, layer: int) -> None:
         """Attention on the device, into ``attn``."""
         kv = self.cache.blocks[layer]
+        if s.tiles and s.gpu_rows and len(s.cpu_chunks) <= 1:
+            self._prefills_and_decodes(s, kv)
+            return
         if s.tiles:
             self._prefills(s, kv)
         if s.gpu_rows:
@@ -84,10 +88,66 @@ class AttentionStages:
             **self._group,
             **shape,
         )
-        if splits > 1:
-            attention.merge_splits_kernel[(s.gpu_rows, cfg.num_attention_heads)](
-                b.part_o, b.part_ml, f["row_tokens"], f["row_lens"], c.attn, num_warps=1, **shape
-            )
+        self._merge(s, shape)
+
+    def _merge(self, s: Shape, shape: dict[str, int]) -> None:
+        """Where decode attention was split. ``shape``: how it was launched."""
+        if shape["SPLITS"] == 1:
+            return
+        c, b = self._channel(s), self.buffers
+        attention.merge_splits_kernel[(s.gpu_rows, self._config.num_attention_heads)](
+            *(b.part_o, b.part_ml, c.fields["row_tokens"], c.fields["row_lens"], c.attn),
+            num_warps=1,
+            **shape,
+        )
+
+    def _prefills_and_decodes(self, s: Shape, kv: Tensor) -> None:
+        """Both in one launch, of one later chunk of a CPU prefill too."""
+        c, f, cfg, b = self._channel(s), self._channel(s).fields, self._config, self.buffers
+        staging = kv
+        if s.has_chunk:
+            assert self._loads is not None
+            staging = self._loads.take()
+        splits = s.splits or mixed_splits(s.gpu_rows)
+        tile, warps, stages = self.mixed_tiles
+        shape = {
+            "HEADS": cfg.num_attention_heads,
+            "HEAD_DIM": cfg.head_dim,
+            "DIM_PAD": self._dim_pad,
+            "TILE": tile,
+            "SPLITS": splits,
+        }
+        programs = s.tiles * cfg.num_attention_heads + s.gpu_rows * cfg.num_key_value_heads * splits
+        attention.prefill_and_decode_kernel[(programs,)](
+            s.tiles,
+            s.gpu_rows,
+            c.qkv,
+            kv,
+            kv.stride(0),
+            f["tables"],
+            f["table_stride"],
+            staging,
+            staging.stride(0),
+            c.attn,
+            self._scale,
+            f["tile_rows"],
+            f["tile_firsts"],
+            *(f[f"prefill_{name}"] for name in ("tokens", "news", "starts", "tables")),
+            f["row_tokens"],
+            f["row_lens"],
+            b.part_o,
+            b.part_ml,
+            KV_HEADS=cfg.num_key_value_heads,
+            BLOCK_SIZE=self.cache.block_size,
+            TILE_Q=TILE_Q,
+            num_warps=warps,
+            num_stages=stages,
+            **self._group,
+            **shape,
+        )
+        self._merge(s, shape)
+        if s.has_chunk and self._loads is not None:
+            self._loads.done()
 
     def _prefills(self, s: Shape, kv: Tensor) -> None:
         """All prefill attention of a batch. ``kv``: one layer of the GPU-cache.

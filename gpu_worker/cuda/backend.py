@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from gpu_worker.backends import Backend, Parts, modes_run, span_threads
-from gpu_worker.cuda.buckets import Shape
+from gpu_worker.cuda.buckets import MIXED_ROWS, Shape
 from gpu_worker.cuda.buffers import Buffers
 from gpu_worker.cuda.exchange import DeviceExchange, device_segments
 from gpu_worker.cuda.executor import CudaExecutor
@@ -135,6 +135,8 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
                     stages.forward([decodes.with_riders(stages.buffers.rides.layout.capacity)])
         for rows in range(1, stages.buffers.rows + 1):  # each number has its way to split them
             stages.decode_attention(Shape(0, rows, rows), stages.cache.blocks[0])
+        for rows, _ in MIXED_ROWS:
+            stages.attend(Shape(0, rows + 1, rows, tiles=1), 0)
         if stages.exchange is not None:
             chunk = CpuChunk(slot=0, start=1, tile_first=0)
             stages.forward([Shape(0, 1, 0, 0, True, 1, 1, (chunk,))])

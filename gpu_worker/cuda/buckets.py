@@ -123,6 +123,11 @@ def decode_shape(channel: int, rows: int, cpu: bool) -> Shape:
     return Shape(channel, rows, rows, rows if cpu else 0, cpu, sampled=rows)
 
 
+def mixed_splits(rows: int) -> int:
+    """Of each sequence in decode attention beside prefills."""
+    return next((splits for held, splits in MIXED_ROWS if rows <= held), 1)
+
+
 def most_tiles(tokens: int) -> int:
     """Of prefill attention in a bucket of so many tokens."""
     return -(-tokens // TILE_Q) + MIXED_PREFILLS

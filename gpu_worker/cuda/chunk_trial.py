@@ -109,7 +109,8 @@ class ChunkTrial:
 
     def _swept(self, key: Key, copied: bool, sweep: Sweep) -> Iterator[Line]:
         for tiles in sweep.prefill_tiles:
-            with using(self._stages, "prefill_tiles", tiles):
+            stages = self._stages
+            with using(stages, "prefill_tiles", tiles), using(stages, "mixed_tiles", tiles):
                 us, ms = self._attention(key) * 1e6, self._iteration(key) * 1e3
             yield {"prefill_tiles": tiles, "attention_us": us, "device_ms": ms}
         exchange = self._stages.exchange

@@ -68,8 +68,13 @@ def prefill_tiles(dim_pad: int, itemsize: int) -> tuple[int, int, int]:
     """Tokens a step, warps and stages of prefill attention."""
     shrink = _shrink(dim_pad, itemsize)
     if shrink == 1:
-        return 64, 4, 3
+        return 64, 4, 2
     return max(LEAST, 64 // shrink), 8, 2 if shrink < 8 else 1
+
+
+def mixed_tiles(dim_pad: int, itemsize: int) -> tuple[int, int, int]:
+    """The same where decodes are in the launch too."""
+    return (32, 4, 2) if _shrink(dim_pad, itemsize) == 1 else prefill_tiles(dim_pad, itemsize)
 
 
 def _shrink(dim_pad: int, itemsize: int) -> int:

@@ -22,7 +22,7 @@ SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 STACK_BYTES = 4096
 EXPECTED = {
     "embed_kernel", "add_rms_norm_kernel", "silu_mul_kernel", "rope_store_kernel", "greedy_kernel",
-    "decode_kernel", "merge_splits_kernel", "prefill_kernel",
+    "decode_kernel", "merge_splits_kernel", "prefill_kernel", "prefill_and_decode_kernel",
     "publish_kernel", "wait_kernel", "collect_kernel", "copy_pages_kernel",
     "ride_kernel",
 }  # fmt: skip
