@@ -18,7 +18,8 @@ from neo_server.step_cost import StepLoad
 from neo_server.table_cost import TableCost
 
 FACTORS = (
-    *("linear", "prefill_attn", "gpu_attn", "cpu_attn", "handoff", "transfer", "staging", "head"),
+    *("linear", "prefill_attn", "gpu_attn", "cpu_attn", "ride_attn", "handoff", "transfer"),
+    *("staging", "head"),
 )
 BOUND = 16.0  # a factor stays within [1/BOUND, BOUND]
 _LEAST_S = 1e-9  # where no stage takes any time
@@ -28,6 +29,9 @@ _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this mu
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
+# Where riders' attention should take this much of an iteration, and none was late, it is believed to
+# take less by so much, until some are.
+_PROBED, _PROBE = 0.8, 1e-3
 # Of an iteration, that what later chunks fetch must take by the profile to be learned from as its
 # rest: errors of all others are in it.
 _LEAST_FETCHED = 0.05
@@ -46,6 +50,7 @@ class CorrectedCost:
         self._prefill_attn = lru_cache(None)(base.prefill_attn)
         self._gpu_attn = lru_cache(None)(base.gpu_attn)
         self._cpu_attn = lru_cache(None)(base.cpu_attn)
+        self._ride_attn = lru_cache(None)(base.ride_attn)
         self._handoff = lru_cache(None)(base.handoff)
         self._ride_handoff = lru_cache(None)(base.ride_handoff)
         self._transfer = lru_cache(None)(base.transfer)
@@ -93,6 +98,10 @@ class CorrectedCost:
         """T_ca."""
         return self.factors["cpu_attn"] * self._cpu_attn(rows, tokens)
 
+    def ride_attn(self, rows: float, tokens: float) -> float:
+        """T_ca of riders."""
+        return self.factors["ride_attn"] * self._ride_attn(rows, tokens)
+
     def handoff(self, rows: float) -> float:
         """Of one sub-batch."""
         return self.factors["handoff"] * self._handoff(rows)
@@ -123,8 +132,8 @@ class CorrectedCost:
             self.base.refresh()
         for kept in (
             *(self._linear, self._prefill_attn, self._gpu_attn, self._cpu_attn),
-            *(self._handoff, self._ride_handoff, self._transfer, self._staging),
-            *(self._storing, self._head),
+            *(self._ride_attn, self._handoff, self._ride_handoff, self._transfer),
+            *(self._staging, self._storing, self._head),
         ):
             kept.cache_clear()
 
@@ -258,13 +267,17 @@ class CorrectedCost:
         """Riders' attention has the whole iteration: a wait means that it took all of it.
 
         Unless it should have taken little: then something else was late, not the attention slow.
+        Without a wait it took less, and nobody says how much: that is found out by believing it.
         """
-        predicted = self.cpu_attn(load.ride.cpu_rows, load.ride.cpu_tokens)
+        predicted = self.ride_attn(load.ride.cpu_rows, load.ride.cpu_tokens)
         if predicted <= 0.0 or not math.isfinite(predicted):
             return
-        ratio = measured / predicted
-        if ratio < 1.0 or (times.ride_wait > floor and ratio < 1.0 / _LEAST_BUSY):
-            self._move("cpu_attn", ratio)
+        ratio, late = measured / predicted, times.ride_wait > floor
+        if ratio < 1.0 or (late and ratio < 1.0 / _LEAST_BUSY):
+            self._move("ride_attn", ratio)
+        elif not late and ratio < 1.0 / _PROBED:
+            less = self.factors["ride_attn"] * (1.0 - _PROBE)
+            self.factors["ride_attn"] = max(less, 1.0 / BOUND)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:
         if predicted > 0.0 and measured > 0.0 and max(predicted, measured) >= floor:

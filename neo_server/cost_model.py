@@ -38,6 +38,9 @@ class CostModel(Protocol):
     def cpu_attn(self, rows: float, tokens: float) -> float:
         """T_ca: the same by the cpu workers; infinite without any."""
 
+    def ride_attn(self, rows: float, tokens: float) -> float:
+        """T_ca of riders in one layer each, whose jobs lie beside one another in the queue."""
+
     def handoff(self, rows: float) -> float:
         """Storing K and V, publishing Q and collecting O of one sub-batch's CPU rows."""
 
@@ -210,7 +213,7 @@ def iteration_time(cost: CostModel, loads: Sequence[Load], ride: Ride = NO_RIDE)
     if awaited:
         seconds += layers * cost.transfer(awaited)
     seconds += cost.head(sampled)
-    return max(seconds, cost.cpu_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
+    return max(seconds, cost.ride_attn(ride.cpu_rows, ride.cpu_tokens)) if ride.groups else seconds
 
 
 def joined(cost: CostModel, loads: Sequence[Load], ride: Ride) -> list[Load]:
@@ -253,6 +256,10 @@ class FreeCost:
     def cpu_attn(self, rows: float, tokens: float) -> float:
         """In proportion to the tokens."""
         return self._cpu_s_per_token * tokens
+
+    def ride_attn(self, rows: float, tokens: float) -> float:
+        """The same."""
+        return self.cpu_attn(rows, tokens)
 
     def handoff(self, rows: float) -> float:
         """What the constructor was given."""

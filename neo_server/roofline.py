@@ -193,6 +193,10 @@ class RooflineCost:
         """K and V read once, from host memory."""
         return self._rates.cpu_token_s * tokens if self.has_cpu_workers else float("inf")
 
+    def ride_attn(self, rows: float, tokens: float) -> float:
+        """The same bytes."""
+        return self.cpu_attn(rows, tokens)
+
     def handoff(self, rows: float) -> float:
         """Signalling, and Q, K, V out and O back over PCIe."""
         return self.hardware.handoff_us * 1e-6 + self._rates.handed_row_s * rows

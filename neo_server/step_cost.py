@@ -51,7 +51,7 @@ class StepLoad:
         gpu = cost.num_layers * sum(s.linear + s.gpu_attn for s in stages)
         cpu = cost.num_layers * sum(s.cpu_attn for s in stages)
         if self.ride.cpu_rows:
-            cpu += cost.cpu_attn(self.ride.cpu_rows, self.ride.cpu_tokens)
+            cpu += cost.ride_attn(self.ride.cpu_rows, self.ride.cpu_tokens)
         return gpu, cpu
 
 

@@ -200,6 +200,10 @@ class TableCost:
             return float("inf")
         return self._scale * self._cpu_share * self.table.cpu_attn.at(rows, tokens)
 
+    def ride_attn(self, rows: float, tokens: float) -> float:
+        """T_ca of riders: at first as of rows of one layer."""
+        return self.cpu_attn(rows, tokens)
+
     def handoff(self, rows: float) -> float:
         """Of one sub-batch."""
         return self._scale * self.table.handoff.at(rows)

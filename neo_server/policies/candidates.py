@@ -7,12 +7,14 @@ per decoded token. A candidate with a worth above its duration pays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from neo_server.cost_model import CostModel, Load, Ride, Stages, iteration_time
 from neo_server.plan import Mode, View
 from neo_server.policies.queue import Queue, TokensOf
+
+CpuAttn = Callable[[float, float], float]  # seconds of so many rows and tokens
 
 # The price of a prompt token is looked at with this many times as many of them.
 _FURTHER = 1.5
@@ -111,7 +113,7 @@ def _shapes(view: View, cost: CostModel, base: Load, queue: Queue) -> Iterator[t
     if Mode.ONE_BATCH in view.modes:
         fewer: tuple[int, ...] = ()
         if forced < count:
-            hidden = _fitting(cost, count, tokens, 0, Stages.of(cost, base).gpu_attn)
+            hidden = _fitting(cost.cpu_attn, count, tokens, 0, Stages.of(cost, base).gpu_attn)
             fewer = (hidden, forced, *(count >> shift for shift in range(1, 5)))
         for rows in {count, *fewer}:
             if rows >= max(forced, 1):
@@ -132,10 +134,10 @@ def _pipelines(
         return
     zero = Stages.of(cost, base)
     beside = zero.linear + zero.gpu_attn + zero.handoff  # what batch-0 is without CPU rows
-    second = max(_fitting(cost, count, tokens, 0, beside), min(count, 1))
+    second = max(_fitting(cost.cpu_attn, count, tokens, 0, beside), min(count, 1))
     one = cost.linear(second) + 2 * cost.handoff(second)
-    both = _fitting(cost, count, tokens, 0, beside + one)
-    first = _fitting(cost, both - second, tokens, second, one + zero.gpu_attn)
+    both = _fitting(cost.cpu_attn, count, tokens, 0, beside + one)
+    first = _fitting(cost.cpu_attn, both - second, tokens, second, one + zero.gpu_attn)
     if first > 0:
         yield first, second
     if second:
@@ -153,7 +155,7 @@ def _balanced(cost: CostModel, zero: Stages, count: int, tokens: TokensOf) -> in
     """
     one = cost.linear(count / 2) + cost.handoff(count / 2)
     cpu = cost.cpu_attn(count, tokens(count))
-    return max(_fitting(cost, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
+    return max(_fitting(cost.cpu_attn, count, tokens, 0, (cpu + zero.linear - one) / 2), 1)
 
 
 def _rides(
@@ -203,11 +205,12 @@ def _waits(view: View, cost: CostModel, worth: Worth, queue: Queue) -> bool:
 
 def hidden_riders(view: View, cost: CostModel, alone: float, most: int, tokens: TokensOf) -> int:
     """Riders whose attention an iteration hides that takes ``alone`` and their hand-offs."""
-    least = _fitting(cost, most, tokens, 0, _HIDDEN * alone)
+    attn = cost.ride_attn
+    least = _fitting(attn, most, tokens, 0, _HIDDEN * alone)
     full = least // max(view.ride_capacity, 1)
     empty = max(cost.num_layers - full, 0) * cost.ride_handoff(0)
     handoffs = empty + full * cost.ride_handoff(view.ride_capacity)
-    return _fitting(cost, most, tokens, 0, _HIDDEN * (alone + handoffs))
+    return _fitting(attn, most, tokens, 0, _HIDDEN * (alone + handoffs))
 
 
 def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int) -> float:
@@ -220,13 +223,13 @@ def _time(cost: CostModel, base: Load, queue: Queue, first: int, second: int) ->
     return iteration_time(cost, [zero, one] if zero.tokens else [one])
 
 
-def _fitting(cost: CostModel, count: int, tokens: TokensOf, skip: int, seconds: float) -> int:
+def _fitting(attn: CpuAttn, count: int, tokens: TokensOf, skip: int, seconds: float) -> int:
     """Most rows, after the first ``skip``, whose T_ca is within ``seconds``."""
     low, high = 0, max(count, 0)
     before = tokens(skip)
     while low < high:
         middle = (low + high + 1) // 2
-        if cost.cpu_attn(middle, tokens(skip + middle) - before) <= seconds:
+        if attn(middle, tokens(skip + middle) - before) <= seconds:
             low = middle
         else:
             high = middle - 1

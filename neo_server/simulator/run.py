@@ -253,7 +253,7 @@ def stage_times(cost: CostModel, load: StepLoad) -> StageTimes:
     wait = max(whole - sum(linear) - sum(gpu_attn) - handoff, 0.0)
     late = 0.0
     if load.ride.cpu_rows:
-        late = max(cost.cpu_attn(load.ride.cpu_rows, load.ride.cpu_tokens) - whole - head, 0.0)
+        late = max(cost.ride_attn(load.ride.cpu_rows, load.ride.cpu_tokens) - whole - head, 0.0)
     slowest = max(range(len(stages)), key=lambda channel: stages[channel].cpu_attn)
     waits = (wait, 0.0) if slowest == 0 else (0.0, wait)
     if not any(s.cpu_attn for s in stages):

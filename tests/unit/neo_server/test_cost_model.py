@@ -387,7 +387,7 @@ def test_late_riders_say_how_slow_the_cpu_is_and_nothing_about_the_device() -> N
     assert late > 0.0
     assert {believed.factors[name] for name in ("linear", "gpu_attn", "head")} == {1.0}
     rows, tokens = load.ride.cpu_rows, load.ride.cpu_tokens
-    assert believed.cpu_attn(rows, tokens) == pytest.approx(truth.cpu_attn(rows, tokens), rel=0.25)
+    assert believed.ride_attn(rows, tokens) == pytest.approx(truth.ride_attn(rows, tokens), rel=0.25)
 
 
 def test_corrections_are_bounded() -> None:

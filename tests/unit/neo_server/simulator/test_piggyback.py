@@ -115,4 +115,4 @@ def test_attention_of_riders_corrects_the_cost_model(factor: float, timed: bool)
         result = StepResult(1, (), (), load.seconds(real), times)
         cost.learn(load, load.seconds(cost), result)
     rows, tokens = ride.cpu_rows, ride.cpu_tokens
-    assert cost.cpu_attn(rows, tokens) == pytest.approx(real.cpu_attn(rows, tokens), rel=0.25)
+    assert cost.ride_attn(rows, tokens) == pytest.approx(real.ride_attn(rows, tokens), rel=0.25)
