@@ -29,7 +29,7 @@ _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this mu
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
-# Where riders' attention should take this much of an iteration, and none was late, it is believed to
+# Where riders' attention should take this much of an iteration and none was late, it is believed to
 # take less by so much, until some are.
 _PROBED, _PROBE = 0.8, 1e-3
 # Of an iteration, that what later chunks fetch must take by the profile to be learned from as its

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from neo_server.correction import CorrectedCost
-from neo_server.cost_model import Load, Ride
+from neo_server.cost_model import Load, Ride, iteration_time
 from neo_server.plan import Mode
 from neo_server.roofline import SHAPES, RooflineCost, load_hardware
 from neo_server.simulator.run import ALL_MODES, Report, Setting, Simulation, simulate, stage_times
@@ -116,3 +116,26 @@ def test_attention_of_riders_corrects_the_cost_model(factor: float, timed: bool)
         cost.learn(load, load.seconds(cost), result)
     rows, tokens = ride.cpu_rows, ride.cpu_tokens
     assert cost.ride_attn(rows, tokens) == pytest.approx(real.ride_attn(rows, tokens), rel=0.25)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.5])
+def test_riders_become_as_many_as_the_cpu_serves(factor: float, timed: bool) -> None:
+    """No wait says that there could be more, so more are tried until some are late."""
+    real, cost = H200, CorrectedCost(H200.with_cpu_bandwidth(factor))
+    base = Load(tokens=24, gpu_rows=24, gpu_tokens=24_000, sampled=24)
+    alone, shares, lost = iteration_time(real, [base]), [], 0.0
+    for _ in range(1000):
+        count = 1
+        while cost.ride_attn(count + 1, (count + 1) * 1000.0) <= 0.95 * alone:
+            count += 1
+        load = StepLoad((base,), Ride.spread(count, count * 1000.0, 33, 16))
+        times = stage_times(real, load)
+        if not timed:
+            times = StageTimes(cpu_wait=times.cpu_wait, ride_wait=times.ride_wait)
+        seconds = load.seconds(real)
+        lost = 0.95 * lost + 0.05 * times.ride_wait / seconds
+        cost.learn(load, load.seconds(cost), StepResult(1, (), (), seconds, times))
+        shares.append(real.ride_attn(count, count * 1000.0) / seconds)
+    assert min(shares[-100:]) > 0.9
+    assert lost < 0.02
