@@ -13,10 +13,8 @@ from gpu_worker.plan_check import PlanLimits
 from protos.model_config import ModelConfig
 
 CHANNELS = 2
-MAX_SPLITS = 64  # of a sequence, in decode attention on the device
-SPLIT_ROWS = 256  # row x KV head x split that fill the device; more rows are split less
-# Of so many rows x KV heads twice that: in two or three rounds the last leaves much idle.
-FINER = range(65, SPLIT_ROWS)
+MAX_SPLITS = 32  # of a sequence, in decode attention on the device
+SPLIT_ROWS = 512  # row x KV head x split at most: what an H200 runs at a time, all but
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,5 @@ class Buffers:
 
 def n_splits(rows: int, config: ModelConfig) -> int:
     """Splits of each sequence so that few rows fill the device too: a power of two."""
-    heads = rows * config.num_key_value_heads
-    wanted = -(-SPLIT_ROWS * (1 + (heads in FINER)) // heads)
-    return int(min(MAX_SPLITS, 1 << (wanted - 1).bit_length()))
+    wanted = max(SPLIT_ROWS // (rows * config.num_key_value_heads), 1)
+    return int(min(MAX_SPLITS, 1 << (wanted.bit_length() - 1)))

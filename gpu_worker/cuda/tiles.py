@@ -53,14 +53,8 @@ def _binary_part(n: int) -> int:
 
 def decode_tiles(heads: int, splits: int, dim_pad: int, itemsize: int) -> tuple[int, int, int]:
     """Tokens a step, warps and stages of decode attention; ``heads``: rows x KV heads."""
-    if splits >= 8:
-        tile, warps, stages = 32, 4, 3
-    elif heads >= 512:
-        tile, warps, stages = 64, 2, 3
-    elif splits == 4 and heads > 64:
-        tile, warps, stages = 64, 4, 2
-    else:
-        tile, warps, stages = 128, 4, 2
+    few = splits == 1 and heads < 384  # programs
+    tile, warps, stages = (128, 4, 2) if few else (64, 2, 3)
     return max(LEAST, tile // _shrink(dim_pad, itemsize)), warps, stages
 
 
