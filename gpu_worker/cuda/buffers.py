@@ -14,7 +14,7 @@ from protos.model_config import ModelConfig
 
 CHANNELS = 2
 MAX_SPLITS = 32  # of a sequence, in decode attention on the device
-SPLIT_ROWS = 512  # row x KV head x split at most: what an H200 runs at a time, all but
+SPLIT_ROWS = 512  # row x KV head x split at most, where there are several: an H200 runs 660 at once
 
 
 @dataclass(frozen=True)

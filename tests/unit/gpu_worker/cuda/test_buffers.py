@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.cuda.buffers import FINER, MAX_SPLITS, SPLIT_ROWS, Buffers, n_splits
+from gpu_worker.cuda.buffers import MAX_SPLITS, SPLIT_ROWS, Buffers, n_splits
 from gpu_worker.cuda.plan import PAD_TOKENS, MetaLayout
 from gpu_worker.plan_check import PlanLimits
 from protos.config import DType
@@ -61,7 +61,6 @@ def test_few_rows_are_split_until_the_device_is_full(kv_heads: int) -> None:
     for rows in range(1, 300):
         splits = n_splits(rows, c)
         assert splits & (splits - 1) == 0
-        fill = SPLIT_ROWS * (2 if rows * kv_heads in FINER else 1)
-        assert splits == MAX_SPLITS or splits * rows * kv_heads >= fill
-        assert splits == 1 or splits * rows * kv_heads < 2 * fill
+        assert splits == 1 or splits * rows * kv_heads <= SPLIT_ROWS
+        assert splits == MAX_SPLITS or 2 * splits * rows * kv_heads > SPLIT_ROWS
         assert rows * splits * c.num_attention_heads <= Buffers.split_parts(c, 300)
