@@ -31,7 +31,7 @@ _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be 
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
 # Where attention on the CPU should take this much of the time that hides it and nobody waited, it
 # is believed to take less by so much an iteration, until somebody does.
-_PROBED, _PROBE = 0.8, {"ride_attn": 1e-3, "cpu_attn": 3e-3}
+_PROBED, _PROBE = 0.8, 1e-3
 # Of an iteration, that what later chunks fetch must take by the profile to be learned from as its
 # rest: errors of all others are in it.
 _LEAST_FETCHED = 0.05
@@ -281,7 +281,7 @@ class CorrectedCost:
             self._probe("ride_attn")
 
     def _probe(self, name: str) -> None:
-        self.factors[name] = max(self.factors[name] * (1.0 - _PROBE[name]), 1.0 / BOUND)
+        self.factors[name] = max(self.factors[name] * (1.0 - _PROBE), 1.0 / BOUND)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:
         if predicted > 0.0 and measured > 0.0 and max(predicted, measured) >= floor:

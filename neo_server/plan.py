@@ -171,6 +171,8 @@ class View:
     # Id of the earliest request that waits for its first token and is not late, and the seconds
     # until it is; None: no such request, or no target.
     first_token_due: tuple[int, float] | None = None
+    # What a policy leaves for its next plans; the same dictionary in each.
+    kept: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @overload
     def need(self, seq: SeqView, place: Place) -> int: ...

@@ -11,6 +11,8 @@ from neo_server.step import Step
 
 _WEIGHT = 1 / 32  # of the newest iteration, or sequence
 _PREFILL_WEIGHT = 4 * _WEIGHT  # of the newest iteration with a prefill: there are fewer
+_GAP = 0.02  # of an iteration: what reporting takes is less
+_OFTEN = 0.1  # of the plans
 
 
 @dataclass(slots=True)
@@ -62,3 +64,23 @@ class Awaited:
                 return seq.id, seq.arrived_s - late
             self._seqs.popleft()
         return None
+
+
+class Gaps:
+    """Whether the device stands still between plans, since the host is late with the next."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None  # of the latest report; None: nothing was left to do
+        self._share = 0.0  # of the plans, those with a gap before them
+
+    def reported(self, now_s: float, elapsed_s: float, has_work: bool) -> None:
+        """A plan that took ``elapsed_s`` on the device."""
+        if self._last_s is not None:
+            gap = now_s - self._last_s - elapsed_s
+            self._share += _WEIGHT * (float(gap > _GAP * elapsed_s) - self._share)
+        self._last_s = now_s if has_work else None
+
+    @property
+    def often(self) -> bool:
+        """Lately."""
+        return self._share > _OFTEN

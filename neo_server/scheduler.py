@@ -23,7 +23,7 @@ from neo_server.plan import Ints, Mode, Plan, Rows, View
 from neo_server.plan_check import check_plan
 from neo_server.policies import Policy
 from neo_server.queues import Queues
-from neo_server.recent import Awaited, Recent
+from neo_server.recent import Awaited, Gaps, Recent
 from neo_server.request import Sequence, State
 from neo_server.riders import Riders
 from neo_server.step import Step, StepResult, StepSwap
@@ -74,6 +74,8 @@ class Scheduler(Queues):
         self._cpu_workers = cpu_workers
         self._plan_id = 0
         self._expected: dict[int, tuple[StepLoad, float]] = {}
+        self._kept: dict[str, tuple[int, int]] = {}
+        self._gaps = Gaps()
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -87,9 +89,11 @@ class Scheduler(Queues):
         """A plan should be made now: what follows the oldest in flight is over too soon otherwise.
 
         When the oldest reports, the device still has the others to do, while the host makes a new
-        plan. An arrival waits for all of them, so the last is made only while others wait as well.
+        plan. An arrival waits for all of them, so the last is made only while others wait as well,
+        or where the host was late lately.
         """
-        most = PLANS_IN_FLIGHT if self.waiting else min(PLANS_IN_FLIGHT, 2)
+        one_more = bool(self.waiting) or self._gaps.often
+        most = PLANS_IN_FLIGHT if one_more else min(PLANS_IN_FLIGHT, 2)
         if not self.has_work or self.in_flight >= most:
             return False
         following = list(self._expected.values())[1:]
@@ -113,6 +117,7 @@ class Scheduler(Queues):
         """Counters, and the lengths and iterations seen; what stages cost, it keeps."""
         self.metrics = Metrics()
         self._recent = Recent()
+        self._kept.clear()
 
     def schedule(self) -> Step | None:
         """The next iteration; None: none before a plan in flight has reported.
@@ -141,6 +146,7 @@ class Scheduler(Queues):
         """Takes the result in; returns the sequences that got a token, with it."""
         if result.plan_id != step.plan_id or len(result.statuses) != len(step.seqs):
             raise PlanError(f"result of plan {result.plan_id} does not answer {step.plan_id}")
+        self._gaps.reported(self._clock(), result.elapsed_s, self.has_work)
         self.in_flight -= 1
         self.metrics.device_s += result.elapsed_s
         self.cost.learn(*self._expected.pop(step.plan_id), result)
@@ -174,6 +180,7 @@ class Scheduler(Queues):
         self._start_over(blocks)
         self.in_flight = 0
         self._expected.clear()
+        self._gaps = Gaps()
         self.riders = Riders(self.riders.num_groups, self.riders.capacity)
         blocks.reported(self._plan_id)
 
@@ -222,6 +229,7 @@ class Scheduler(Queues):
             ride_groups=self.riders.num_groups,
             ride_capacity=self.riders.capacity,
             first_token_due=self._first_token_due(),
+            kept=self._kept,
         )
         return view, slots
 

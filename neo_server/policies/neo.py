@@ -26,9 +26,9 @@ from neo_server.policies.resting import rest
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
-# With more running sequences than this, whether further CPU-requests pay is looked at only every
-# few iterations, for the sake of planning time.
-_CROWD = 256
+# With more CPU-requests than this, how many pay is looked at only every few iterations, for the
+# sake of planning time.
+_CROWD = 32
 _CONSIDERED = 4
 # A rider that has more than this share of its stages behind it keeps them: it is moved later.
 _EARLY = 0.25
@@ -102,6 +102,8 @@ def _swap_in(draft: Draft, cost: CostModel, on_cpu: Seqs, gpu: Seqs) -> list[int
                 return []
             on_cpu = on_cpu.take(on_cpu.skipped > 0)  # whom batches serve is no worse off there
         on_cpu = on_cpu.take(on_cpu.is_decode & (on_cpu.ride <= view.ride_groups * _EARLY))
+        room = draft.free[Place.GPU] - -(-len(gpu) // view.block_size)
+        on_cpu = on_cpu.take(view.need(on_cpu, Place.GPU) <= room)
     ample = int(_AMPLE * view.gpu_blocks_total) + 1
     returned: list[int] = []
     for seq in on_cpu:
@@ -160,9 +162,7 @@ class _Paying:
         self._asked = draft, cost, worth, gpu, cpu
         self._more: int | None = None
         self._places: int | None = None  # on the CPU, left in this plan
-        view = draft.view
         self.busy = bool(len(gpu) or len(cpu))
-        self.crowded = bool(len(view.running) > _CROWD and view.plan_id % _CONSIDERED)
 
     def more(self, head: SeqView) -> int:
         """``head``: the first for which the GPU-cache has no room."""
@@ -172,10 +172,8 @@ class _Paying:
 
     def takes(self, seq: SeqView, base: Load, limit: int, busy: bool) -> bool:
         """The CPU-cache is the place for the next that waits, which has none on the GPU."""
-        draft, cost, worth, gpu, cpu = self._asked
+        draft, cost, worth, _, cpu = self._asked
         view = draft.view
-        if self.crowded and (len(gpu) or busy):
-            return False
         never = view.need(seq, Place.GPU) > view.gpu_blocks_total
         chunk = limit - base.gpu_rows
         if busy and not never and not worth_fetching(view, cost, worth.token, seq, chunk):
@@ -194,7 +192,7 @@ class _Paying:
         """By what they decode in an iteration; 0 while the GPU-cache has room."""
         draft, _, _, _, cpu = self._asked
         view = draft.view
-        if not view.waiting or (self.crowded and self.busy):
+        if not view.waiting:
             return 0.0
         if draft.can_admit(view.waiting[0], Place.GPU, 0):
             return 0.0
@@ -224,7 +222,10 @@ def _cpu_places(
     mean = tokens / (len(cpu) + 1)
     if not on_way:  # they grow while they stay; riders are slow, and soon move on to the GPU
         mean += view.mean_output / 2
-    wanted = population(view, cost, worth, len(cpu), mean, on_way)
+    plan_id, wanted = view.kept.get("population", (-_CONSIDERED, 0))
+    if len(cpu) <= _CROWD or view.plan_id - plan_id >= _CONSIDERED:
+        wanted = population(view, cost, worth, len(cpu), mean, on_way)
+        view.kept["population"] = view.plan_id, wanted
     return max(wanted - len(cpu), 0)
 
 

@@ -322,6 +322,30 @@ def test_a_third_plan_is_made_where_the_second_is_over_before_the_host_has_made_
     assert scheduler.wants_plan
 
 
+def test_a_third_plan_is_made_for_nobody_who_waits_where_the_host_is_late() -> None:
+    simulation = Simulation(Sizes("gpu-only", max_num_seqs=1, max_model_len=32), cost=FreeCost())
+    scheduler, now = simulation.scheduler, 0.0
+    scheduler._clock = lambda: now
+    scheduler.add(simulation.sequence(0, [1, 2, 3]))
+    for plans, late_s in ((2, 1e-2), (3, 1e-2)):
+        made = []
+        while scheduler.wants_plan:
+            step = scheduler.schedule()
+            assert step is not None
+            made.append(step)
+        assert len(made) == plans
+        for step in made:
+            result = simulation.compute(step)
+            now += result.elapsed_s + late_s
+            scheduler.update(step, result)
+        for _ in range(3):
+            step = scheduler.schedule()
+            assert step is not None
+            result = simulation.compute(step)
+            now += result.elapsed_s + late_s
+            scheduler.update(step, result)
+
+
 def test_a_policy_that_lets_nothing_advance_is_an_error() -> None:
     simulation = Simulation(Sizes(policy=f"{__name__}:do_nothing"))
     simulation.scheduler.add(simulation.sequence(0, [1]))

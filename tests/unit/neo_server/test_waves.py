@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -180,3 +181,33 @@ def test_the_estimate_of_a_plan_counts_what_a_later_chunk_fetches_from_the_cpu_c
     fetched = 600 if place is Place.CPU else 0
     assert plan.estimate_s == pytest.approx(plan_time(dear, plan, begun))
     assert plan.estimate_s - plan_time(free, plan, begun) == pytest.approx(4e-6 * fetched)
+
+
+@pytest.mark.parametrize(("crowd", "plans"), [(64, [1, 5, 9]), (16, list(range(1, 10)))])
+def test_how_many_of_a_crowd_pay_is_asked_every_few_plans(
+    crowd: int, plans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    population = neo.population
+
+    def watched(at: View, *others: Any) -> int:
+        asked.append(at.plan_id)
+        return population(at, *others)
+
+    monkeypatch.setattr(neo, "population", watched)
+    waiting = (SeqView(500, Place.NOWHERE, 1000, 0, 0),)
+    cpu = tuple(decode(100 + i, Place.CPU) for i in range(crowd))
+    kept: dict[str, tuple[int, int]] = {}
+    for plan_id in range(1, 10):
+        neo.plan(view(*cpu, waiting=waiting, plan_id=plan_id, kept=kept), FREE)
+    assert asked == plans
+
+
+@pytest.mark.parametrize("blocks", [40, 63, 64, 65, 200])
+def test_who_comes_back_has_room_beside_what_decodes_grow_by(blocks: int) -> None:
+    """Riders relieve: 63 blocks for 1000 tokens, and 2 for 24 decodes."""
+    waiting = (SeqView(500, Place.NOWHERE, 1000, 0, 0),)
+    on_way = riding(CAPACITY, 2, 100)
+    at = view(*on_way, waiting=waiting, gpu_blocks_free=blocks)
+    back = len(neo.plan(at, FREE).swap_in)
+    assert back == max(0, (blocks - 2) // 63)
