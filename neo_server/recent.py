@@ -11,8 +11,7 @@ from neo_server.step import Step
 
 _WEIGHT = 1 / 32  # of the newest iteration, or sequence
 _PREFILL_WEIGHT = 4 * _WEIGHT  # of the newest iteration with a prefill: there are fewer
-_GAP = 0.02  # of an iteration: what reporting takes is less
-_OFTEN = 0.1  # of the plans
+_GAP = 0.02  # of an iteration
 
 
 @dataclass(slots=True)
@@ -67,20 +66,29 @@ class Awaited:
 
 
 class Gaps:
-    """Whether the device stands still between plans, since the host is late with the next."""
+    """Whether the device stands still between plans, since the host is late with the next.
+
+    Means of signed differences: a report that comes late makes the next gap less.
+    """
 
     def __init__(self) -> None:
-        self._last_s: float | None = None  # of the latest report; None: nothing was left to do
-        self._share = 0.0  # of the plans, those with a gap before them
+        self._last_s: float | None = None  # of the latest report; None: there was a pause
+        self._gap_s = 0.0
+        self._elapsed_s = 0.0
 
-    def reported(self, now_s: float, elapsed_s: float, has_work: bool) -> None:
+    def reported(self, now_s: float, elapsed_s: float) -> None:
         """A plan that took ``elapsed_s`` on the device."""
         if self._last_s is not None:
             gap = now_s - self._last_s - elapsed_s
-            self._share += _WEIGHT * (float(gap > _GAP * elapsed_s) - self._share)
-        self._last_s = now_s if has_work else None
+            self._gap_s += _WEIGHT * (min(max(gap, -elapsed_s), elapsed_s) - self._gap_s)
+            self._elapsed_s += _WEIGHT * (elapsed_s - self._elapsed_s)
+        self._last_s = now_s
+
+    def pause(self) -> None:
+        """There was nothing to do until now."""
+        self._last_s = None
 
     @property
     def often(self) -> bool:
-        """Lately."""
-        return self._share > _OFTEN
+        """Lately, and for more than reporting takes."""
+        return self._gap_s > _GAP * self._elapsed_s

@@ -101,6 +101,8 @@ class Scheduler(Queues):
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
+        if not (self.in_flight or self.has_work):
+            self._gaps.pause()
         seq.arrived_s = self._clock()
         if self._awaited is not None:
             self._awaited.add(seq)
@@ -146,7 +148,7 @@ class Scheduler(Queues):
         """Takes the result in; returns the sequences that got a token, with it."""
         if result.plan_id != step.plan_id or len(result.statuses) != len(step.seqs):
             raise PlanError(f"result of plan {result.plan_id} does not answer {step.plan_id}")
-        self._gaps.reported(self._clock(), result.elapsed_s, self.has_work)
+        self._gaps.reported(self._clock(), result.elapsed_s)
         self.in_flight -= 1
         self.metrics.device_s += result.elapsed_s
         self.cost.learn(*self._expected.pop(step.plan_id), result)

@@ -135,11 +135,14 @@ def _warm_up(stages: Stages, max_tokens: int) -> None:
                     stages.forward([decodes.with_riders(stages.buffers.rides.layout.capacity)])
         for rows in range(1, stages.buffers.rows + 1):  # each number has its way to split them
             stages.decode_attention(Shape(0, rows, rows), stages.cache.blocks[0])
-        for rows, _ in MIXED_ROWS:
-            stages.attend(Shape(0, rows + 1, rows, tiles=1), 0)
+        mixed = [Shape(0, rows + 1, rows, tiles=1, sampled=1) for rows, _ in MIXED_ROWS]
+        for shape in mixed:
+            stages.attend(shape, 0)
         if stages.exchange is not None:
             chunk = CpuChunk(slot=0, start=1, tile_first=0)
             stages.forward([Shape(0, 1, 0, 0, True, 1, 1, (chunk,))])
+            for shape in mixed:
+                stages.forward([replace(shape, to_cpu=True, cpu_chunks=(chunk,))])
             stages.exchange.warm_up(stages.cache.blocks, stages.buffers.staging)
         torch.cuda.synchronize()
     except Exception as error:

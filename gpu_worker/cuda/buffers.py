@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_worker.cuda.buckets import MIXED_ROWS
 from gpu_worker.cuda.plan import PAD_TOKENS, MetaLayout
 from gpu_worker.cuda.rides import RideBuffers, RideLayout
 from gpu_worker.plan_check import PlanLimits
@@ -116,9 +117,10 @@ class Buffers:
 
     @staticmethod
     def split_parts(config: ModelConfig, rows: int) -> int:
-        """The most that any number of rows needs."""
-        counts = range(1, rows + 1)
-        return max(n * n_splits(n, config) for n in counts) * config.num_attention_heads
+        """The most that any number of rows needs, beside prefills too."""
+        alone = (n * n_splits(n, config) for n in range(1, rows + 1))
+        beside = (held * splits for held, splits in MIXED_ROWS)
+        return max(*alone, *beside) * config.num_attention_heads
 
 
 def n_splits(rows: int, config: ModelConfig) -> int:

@@ -147,7 +147,7 @@ class ChunkTrial:
         return graph_seconds(lambda: self._stages.forward(key), REPEATS)
 
     def _attention(self, key: Key) -> float:
-        """Seconds of one layer's prefill attention alone."""
+        """Seconds of one layer's prefill attention alone, which plans without decodes launch."""
         (shape,) = key
         stages = self._stages
         kv = stages.cache.blocks[0]

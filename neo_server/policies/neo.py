@@ -26,9 +26,10 @@ from neo_server.policies.resting import rest
 
 # A swap-in leaves this share of the GPU-cache free, so that it is not undone at once.
 _AMPLE = 0.05
-# With more CPU-requests than this, how many pay is looked at only every few iterations, for the
-# sake of planning time.
+# With more CPU-requests than this beside short iterations of GPU decodes, how many pay is looked at
+# only every few plans, for the sake of planning time.
 _CROWD = 32
+_SHORT_S = 0.01
 _CONSIDERED = 4
 # A rider that has more than this share of its stages behind it keeps them: it is moved later.
 _EARLY = 0.25
@@ -223,7 +224,8 @@ def _cpu_places(
     if not on_way:  # they grow while they stay; riders are slow, and soon move on to the GPU
         mean += view.mean_output / 2
     plan_id, wanted = view.kept.get("population", (-_CONSIDERED, 0))
-    if len(cpu) <= _CROWD or view.plan_id - plan_id >= _CONSIDERED:
+    hurried = len(cpu) > _CROWD and iteration_time(cost, [worth.decode_only]) < _SHORT_S
+    if not hurried or view.plan_id - plan_id >= _CONSIDERED:
         wanted = population(view, cost, worth, len(cpu), mean, on_way)
         view.kept["population"] = view.plan_id, wanted
     return max(wanted - len(cpu), 0)

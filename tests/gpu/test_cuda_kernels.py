@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -86,8 +88,14 @@ def test_prefill_attention_with_and_without_earlier_tokens(
     assert_close(found.flatten(0, 1), torch.cat(wanted).flatten(0, 1), TOLERANCE[r.dtype])
 
 
-def test_a_batch_of_decodes_and_prefills_gives_each_its_own_table() -> None:
-    r = make_rig(128, 4)
+@pytest.mark.parametrize("spare", [0, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), SHAPES)
+def test_prefills_and_decodes_in_one_launch(
+    head_dim: int, group: int, block_size: int, dtype: DType, spare: int
+) -> None:
+    """``spare``: rows that a graph's bucket has and the plan has not; with 80 nothing is split."""
+    r = make_rig(head_dim, group, block_size, dtype)
     rows = [
         Row(0, RowKind.PREFILL_GPU, 40, [5] * 70),
         Row(1, RowKind.PREFILL_GPU, 0, [5] * 10),
@@ -96,7 +104,7 @@ def test_a_batch_of_decodes_and_prefills_gives_each_its_own_table() -> None:
     ]
     _, shape = r.upload(rows)
     q, k, v = peaked(r, shape.tokens)
-    found = run_attention(r, shape, shape.tokens)
+    found = run_attention(r, replace(shape, gpu_rows=2 + spare), shape.tokens)
     k_then, v_then = r.cached(LAYER, 0, 40)
     wanted = [
         r.attention(q[:70], torch.cat((k_then, k[:70])), torch.cat((v_then, v[:70])), 40),

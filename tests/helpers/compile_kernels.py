@@ -179,7 +179,7 @@ def serve(stages: Stages, plans: int) -> None:
             gpu_rows, cpu_rows = (int(draw.integers(0, MAX_ROWS // 2)) for _ in range(2))
             new, tiles, first = (int(draw.integers(1, n)) for n in (MAX_TOKENS, 20, 20))
             later = (CpuChunk(0, int(draw.integers(1, LEN)), first + i) for i in range(2))
-            chunks = tuple(later) if channel else ()
+            chunks = tuple(later)[: int(draw.integers(0, 3))]
             shapes.append(
                 Shape(channel, gpu_rows + cpu_rows + new, gpu_rows, cpu_rows,
                       bool(cpu_rows or chunks), first + 1 + tiles, gpu_rows + cpu_rows + 1, chunks)

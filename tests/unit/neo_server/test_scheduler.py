@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -335,15 +336,31 @@ def test_a_third_plan_is_made_for_nobody_who_waits_where_the_host_is_late() -> N
             made.append(step)
         assert len(made) == plans
         for step in made:
-            result = simulation.compute(step)
+            result = replace(simulation.compute(step), elapsed_s=5e-3)
             now += result.elapsed_s + late_s
             scheduler.update(step, result)
         for _ in range(3):
             step = scheduler.schedule()
             assert step is not None
-            result = simulation.compute(step)
+            result = replace(simulation.compute(step), elapsed_s=5e-3)
             now += result.elapsed_s + late_s
             scheduler.update(step, result)
+
+
+def test_what_comes_after_a_pause_came_not_too_late() -> None:
+    simulation = Simulation(Sizes("gpu-only", max_num_seqs=1), cost=FreeCost())
+    scheduler, now = simulation.scheduler, 0.0
+    scheduler._clock = lambda: now
+    for number in range(40):
+        scheduler.add(simulation.sequence(number, [1, 2, 3]))
+        step = scheduler.schedule()
+        assert step is not None
+        result = replace(simulation.compute(step), elapsed_s=5e-3)
+        now += result.elapsed_s
+        for seq, _ in scheduler.update(step, result):
+            scheduler.finish(seq)
+        now += 1.0
+    assert not scheduler._gaps.often
 
 
 def test_a_policy_that_lets_nothing_advance_is_an_error() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.cuda.buckets import MIXED_ROWS, mixed_splits
 from gpu_worker.cuda.buffers import MAX_SPLITS, SPLIT_ROWS, Buffers, n_splits
 from gpu_worker.cuda.plan import PAD_TOKENS, MetaLayout
 from gpu_worker.plan_check import PlanLimits
@@ -64,3 +65,12 @@ def test_few_rows_are_split_until_the_device_is_full(kv_heads: int) -> None:
         assert splits == 1 or splits * rows * kv_heads <= SPLIT_ROWS
         assert splits == MAX_SPLITS or 2 * splits * rows * kv_heads > SPLIT_ROWS
         assert rows * splits * c.num_attention_heads <= Buffers.split_parts(c, 300)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+def test_splits_beside_prefills_have_room_with_few_rows_too(kv_heads: int) -> None:
+    c = config(kv_heads)
+    for rows in (1, 64, 65, 256):
+        held = next(held for held, _ in MIXED_ROWS if rows <= held)
+        needed = held * mixed_splits(rows) * c.num_attention_heads
+        assert needed <= Buffers.split_parts(c, 1)
