@@ -29,8 +29,8 @@ _OUTLIER = 3.0  # a single iteration moves a factor as if it were off by this mu
 _WINDOW = 64  # iterations that the error is a median of
 _LEAST_BUSY = 0.2  # of an iteration, that riders must be thought to take to be learned from
 _LEAST_SHARE = 0.02  # of an iteration, that a stage must take to be learned from
-# Where attention on the CPU should take this much of the time that hides it and nobody waited, it
-# is believed to take less by so much an iteration, until somebody does.
+# Where riders' attention should take this much of an iteration and none was late (by more than
+# _LEAST_SHARE), it is believed to take less by so much, until some are.
 _PROBED, _PROBE = 0.8, 1e-3
 # Of an iteration, that what later chunks fetch must take by the profile to be learned from as its
 # rest: errors of all others are in it.
@@ -240,7 +240,7 @@ class CorrectedCost:
     def _learn_cpu(
         self, stages: list[Stages], layers: int, times: StageTimes, floor: float
     ) -> None:
-        """T_ca is seen only where the device waited; else what it hid in bounds it, and is probed.
+        """T_ca is seen only where the device waited; else what it hid in is an upper bound.
 
         Of two sub-batches one's attention may have stood in the queue behind the other's, so the
         factor is the one with which ``layer_time`` gives the time that the layers took.
@@ -260,8 +260,6 @@ class CorrectedCost:
         ratio = min(seconds / needed for seconds, needed in room if needed > 0.0)
         if ratio > 0.0 and (wait > floor or ratio < 1.0):
             self._move("cpu_attn", ratio)
-        elif 0.0 < ratio < 1.0 / _PROBED:
-            self._probe("cpu_attn")
 
     def _learn_riders(
         self, load: StepLoad, times: StageTimes, measured: float, floor: float
@@ -278,10 +276,8 @@ class CorrectedCost:
         if ratio < 1.0 or (late and ratio < 1.0 / _LEAST_BUSY):
             self._move("ride_attn", ratio)
         elif not late and ratio < 1.0 / _PROBED:
-            self._probe("ride_attn")
-
-    def _probe(self, name: str) -> None:
-        self.factors[name] = max(self.factors[name] * (1.0 - _PROBE), 1.0 / BOUND)
+            less = self.factors["ride_attn"] * (1.0 - _PROBE)
+            self.factors["ride_attn"] = max(less, 1.0 / BOUND)
 
     def _compare(self, name: str, predicted: float, measured: float, floor: float) -> None:
         if predicted > 0.0 and measured > 0.0 and max(predicted, measured) >= floor:
