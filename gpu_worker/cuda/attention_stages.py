@@ -62,13 +62,7 @@ class AttentionStages:
         tile, warps, stages = decode_tiles(
             s.gpu_rows * cfg.num_key_value_heads, splits, self._dim_pad, kv.itemsize
         )
-        shape = {
-            "HEADS": cfg.num_attention_heads,
-            "HEAD_DIM": cfg.head_dim,
-            "DIM_PAD": self._dim_pad,
-            "TILE": tile,
-            "SPLITS": splits,
-        }
+        shape = self._split(tile, splits)
         attention.decode_kernel[(s.gpu_rows, cfg.num_key_value_heads, splits)](
             c.qkv,
             kv,
@@ -90,6 +84,17 @@ class AttentionStages:
         )
         self._merge(s, shape)
 
+    def _split(self, tile: int, splits: int) -> dict[str, int]:
+        """What decode attention and the merge of its splits are compiled for."""
+        cfg = self._config
+        return {
+            "HEADS": cfg.num_attention_heads,
+            "HEAD_DIM": cfg.head_dim,
+            "DIM_PAD": self._dim_pad,
+            "TILE": tile,
+            "SPLITS": splits,
+        }
+
     def _merge(self, s: Shape, shape: dict[str, int]) -> None:
         """Where decode attention was split. ``shape``: how it was launched."""
         if shape["SPLITS"] == 1:
@@ -110,13 +115,7 @@ class AttentionStages:
             staging = self._loads.take()
         splits = s.splits or mixed_splits(s.gpu_rows)
         tile, warps, stages = self.mixed_tiles
-        shape = {
-            "HEADS": cfg.num_attention_heads,
-            "HEAD_DIM": cfg.head_dim,
-            "DIM_PAD": self._dim_pad,
-            "TILE": tile,
-            "SPLITS": splits,
-        }
+        shape = self._split(tile, splits)
         programs = s.tiles * cfg.num_attention_heads + s.gpu_rows * cfg.num_key_value_heads * splits
         attention.prefill_and_decode_kernel[(programs,)](
             s.tiles,
